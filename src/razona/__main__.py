@@ -1,0 +1,7 @@
+"""``python -m razona`` is ``razona``."""
+
+import sys
+
+from razona.cli import main
+
+sys.exit(main())

@@ -1,0 +1,239 @@
+"""The two layouts of a batch, and the one rule that aligns them.
+
+*Model layout*: one flat row ``[1, N]`` without padding: each prompt once, followed by its completions (`FlatRow`).
+*Loss layout*: ``[B, T]``, completion tokens only, right-padded; column t speaks about completion token t:
+``logprobs[b, t] = log p(token t | prompt, tokens < t)``. `FlatRow.source` and `FlatRow.scored` are the alignment: the
+hidden state at ``source[s]`` predicts the s-th scored token of the loss layout, in row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from razona.types import Group
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one group lies in a flat row: the prompt at [start, start + prompt_length), completions right after it."""
+
+    start: int
+    prompt_length: int
+    lengths: tuple[int, ...]
+    kv_length: int
+
+
+@dataclass(frozen=True)
+class FlatRow:
+    """Groups as one row of tokens, every prompt once. ``N`` tokens, ``S`` scored tokens."""
+
+    token_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N], restarting at every prompt; every completion goes on from its prompt's end
+    spans: tuple[Span, ...]
+    source: Tensor  # [S] index in the row of the hidden state that predicts a scored token
+    target: Tensor  # [S] the scored token
+    scored: Tensor  # [B, T] bool, where the S log-probs go
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows in loss layout, with what is known about each. Tensors are 0 where ``loss_mask`` is False.
+
+    Rows of one group are neighbours; ``group_of[b]`` is the index of row b's prompt.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    kv_lengths: tuple[int, ...]
+    group_of: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each completion, trained or not
+    token_ids: Tensor  # [B, T]
+    loss_mask: Tensor  # [B, T] bool
+    sampler_logprobs: Tensor | None = None  # [B, T]
+    old_logprobs: Tensor | None = None  # [B, T]
+    ref_logprobs: Tensor | None = None  # [B, T]
+    rewards: Tensor | None = None  # [P, G, R], nan where a function abstained
+    advantages: Tensor | None = None  # [B, 1] or [B, T]
+    weights: Tensor | None = None  # [B, T], of the optimizer step this batch belongs to
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return int(self.loss_mask.sum())
+
+    def with_old(self, policy: Any, *, temperature: float, budget: int) -> Batch:
+        """Adds the log-probs of the policy as it is now, which the probability ratio will be anchored to."""
+        return replace(self, old_logprobs=self._score(policy, temperature, budget))
+
+    def with_reference(self, reference: Any, *, temperature: float, budget: int) -> Batch:
+        """Adds the log-probs of a frozen reference."""
+        return replace(self, ref_logprobs=self._score(reference, temperature, budget))
+
+    def _score(self, scorer: Any, temperature: float, budget: int) -> Tensor:
+        out = torch.zeros(self.token_ids.shape, device=self.token_ids.device)
+        start = 0
+        for micro in self.split(budget):
+            scores = scorer.logprobs(micro, temperature=temperature)
+            out[start : start + len(micro), : scores.shape[1]] = scores
+            start += len(micro)
+        return out
+
+    def with_advantages(self, advantage_fn: Any, *, reward_weights: tuple[float, ...]) -> Batch:
+        """Adds ``advantage_fn(rewards [P, G, R], reward_weights=, loss_mask=)``."""
+        advantages = advantage_fn(self.rewards, reward_weights=reward_weights, loss_mask=self.loss_mask)
+        return replace(self, advantages=advantages)
+
+    def weighted(self, weight_fn: Any) -> Batch:
+        """Adds token weights, counted over this whole batch: call it on what one optimizer step trains on."""
+        return replace(self, weights=weight_fn(self.loss_mask))
+
+    def minibatches(self, count: int, *, epochs: int, seed: int) -> Iterator[Batch]:
+        """``count`` parts of whole groups per epoch, in a new order each time. One part and one epoch: itself."""
+        if count == 1 and epochs == 1:
+            yield self
+            return
+        for epoch in range(epochs):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.prompts), generator=generator).tolist()
+            for part in range(count):
+                chosen = order[part * len(order) // count : (part + 1) * len(order) // count]
+                yield self.select([row for group in chosen for row in self._rows_of(group)])
+
+    def split(self, budget: int) -> Iterator[Batch]:
+        """Parts of at most ``budget`` tokens, prompts counted once per part, in order.
+
+        A group that does not fit is cut between completions; one completion is never cut, so it may exceed the budget.
+        """
+        part: list[int] = []
+        used = 0
+        for row, (group, length) in enumerate(zip(self.group_of, self.lengths, strict=True)):
+            new_prompt = not part or self.group_of[part[-1]] != group
+            cost = length + (len(self.prompts[group]) if new_prompt else 0)
+            if part and used + cost > budget:
+                yield self.select(part)
+                part, used = [], 0
+                cost = length + len(self.prompts[group])
+            part.append(row)
+            used += cost
+        if part:
+            yield self.select(part)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, trimmed to their longest completion. Rewards stay with the whole batch."""
+        groups = list(dict.fromkeys(self.group_of[row] for row in rows))
+        width = max(self.lengths[row] for row in rows)
+        index = torch.tensor(rows, device=self.token_ids.device)
+
+        def pick(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[index][:, :width]
+
+        tensors = {f.name: pick(getattr(self, f.name)) for f in fields(self) if f.name in ROW_TENSORS}
+        return replace(
+            self,
+            prompts=tuple(self.prompts[group] for group in groups),
+            kv_lengths=tuple(self.kv_lengths[group] for group in groups),
+            group_of=tuple(groups.index(self.group_of[row]) for row in rows),
+            lengths=tuple(self.lengths[row] for row in rows),
+            rewards=None,
+            **tensors,  # type: ignore[arg-type]
+        )
+
+    def flat(self) -> FlatRow:
+        """This batch in model layout."""
+        device = self.token_ids.device
+        ids: list[Tensor] = []
+        positions: list[Tensor] = []
+        sources: list[Tensor] = []
+        spans: list[Span] = []
+        offset = 0
+        for group, prompt in enumerate(self.prompts):
+            rows = self._rows_of(group)
+            spans.append(Span(offset, len(prompt), tuple(self.lengths[r] for r in rows), self.kv_lengths[group]))
+            ids.append(torch.tensor(prompt, device=device))
+            positions.append(torch.arange(len(prompt), device=device))
+            offset += len(prompt)
+            last_of_prompt = offset - 1
+            for row in rows:
+                length = self.lengths[row]
+                ids.append(self.token_ids[row, :length])
+                positions.append(torch.arange(len(prompt), len(prompt) + length, device=device))
+                predictors = torch.arange(offset - 1, offset - 1 + length, device=device)
+                predictors[0] = last_of_prompt
+                sources.append(predictors[self.loss_mask[row, :length]])
+                offset += length
+        return FlatRow(
+            token_ids=torch.cat(ids)[None],
+            position_ids=torch.cat(positions)[None],
+            spans=tuple(spans),
+            source=torch.cat(sources),
+            target=self.token_ids[self.loss_mask],
+            scored=self.loss_mask,
+        )
+
+    def _rows_of(self, group: int) -> list[int]:
+        return [row for row, owner in enumerate(self.group_of) if owner == group]
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {
+            f.name: value.to(device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+
+ROW_TENSORS = frozenset(
+    {"token_ids", "loss_mask", "sampler_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights"}
+)
+
+
+def collate(groups: Sequence[Group], rewards: Tensor | None = None) -> Batch:
+    """Sampled groups in loss layout: every completion token is trained, the stop token included."""
+    completions = [completion for group in groups for completion in group.completions]
+    token_ids, lengths = _pad([c.token_ids for c in completions], torch.long)
+    logprobs, _ = _pad([c.logprobs for c in completions], torch.float32)
+    return Batch(
+        prompts=tuple(group.prompt.token_ids for group in groups),
+        kv_lengths=tuple(group.kv_length for group in groups),
+        group_of=tuple(index for index, group in enumerate(groups) for _ in group.completions),
+        lengths=lengths,
+        token_ids=token_ids,
+        loss_mask=torch.arange(token_ids.shape[1]) < torch.tensor(lengths)[:, None],
+        sampler_logprobs=logprobs,
+        rewards=rewards,
+    )
+
+
+def collate_demonstrations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Batch:
+    """(token_ids, loss_mask) rows, each a group of one: the prompt ends where the first trained token begins."""
+    prompts, completions, masks = [], [], []
+    for token_ids, trained in rows:
+        first = max(1, list(trained).index(True))  # nothing predicts token 0
+        prompts.append(tuple(token_ids[:first]))
+        completions.append(tuple(token_ids[first:]))
+        masks.append(tuple(trained[first:]))
+    token_ids, lengths = _pad(completions, torch.long)
+    return Batch(
+        prompts=tuple(prompts),
+        kv_lengths=(0,) * len(prompts),
+        group_of=tuple(range(len(prompts))),
+        lengths=lengths,
+        token_ids=token_ids,
+        loss_mask=_pad(masks, torch.bool)[0],
+    )
+
+
+def _pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> tuple[Tensor, tuple[int, ...]]:
+    """Right-padded with 0: ``[B, T]`` and the lengths."""
+    lengths = tuple(len(row) for row in rows)
+    out = torch.zeros(len(rows), max(lengths), dtype=dtype)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return out, lengths

@@ -1,0 +1,156 @@
+"""The ``razona`` command: reads options, starts the part that does the work, says how it ended.
+
+Exit codes: 0 done, 1 the reader of stdout went away, 2 refused (a message on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from razona import __version__
+from razona.config import DemoConfig, EvaluateConfig, GenerateConfig, GRPOConfig, SFTConfig
+from razona.config.load import load_config
+from razona.errors import ConfigError, RazonaError, nearest
+
+COMMANDS: dict[str, tuple[str, type, str]] = {
+    "grpo": ("razona.train.grpo", GRPOConfig, "train with GRPO or Dr. GRPO on prompts and reward functions"),
+    "sft": ("razona.train.sft", SFTConfig, "train on demonstrations"),
+    "generate": ("razona.generate", GenerateConfig, "sample completions"),
+    "eval": ("razona.evaluate", EvaluateConfig, "score a model on a data set, with error bars"),
+    "demo": ("razona.demo", DemoConfig, "train a real 135M model on this machine, in minutes"),
+}
+"""Command -> (module whose run(config, ...) does it, its options, what it does)."""
+
+TRAINS = ("grpo", "sft")
+
+HELP = f"""usage: razona COMMAND [run.toml] [options]
+
+{{commands}}
+  {"explain":<10}the numbers behind a step: razona explain advantage 3 1 0 3
+
+Every command takes --json (progress on stderr, the last line of stdout one JSON object) and --traceback.
+grpo and sft take --dry-run: everything up to the first step, and nothing written.
+An option is spelled alike in Python, in TOML and as a flag: sampling.group_size is --sampling.group-size.
+razona COMMAND --help lists all of them.
+
+Start with: razona demo
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    as_json, dry_run, traceback = (_take(args, flag) for flag in ("--json", "--dry-run", "--traceback"))
+    try:
+        return _dispatch(args, as_json=as_json, dry_run=dry_run)
+    except RazonaError as error:
+        if traceback or os.environ.get("RAZONA_TRACEBACK") == "1":
+            raise
+        print(f"razona: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # razona ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("razona: interrupted.", file=sys.stderr)
+        return 130
+
+
+def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        lines = [f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()]
+        print(HELP.format(commands="\n".join(lines)), end="")
+        return 0
+    if args[0] == "--version":
+        print(f"razona {__version__}")
+        return 0
+    command, *rest = args
+    if dry_run and command not in TRAINS:
+        raise ConfigError(
+            f"--dry-run belongs to {' and '.join(TRAINS)}; razona {command} has none. Leave it out."
+        )
+    if command == "explain":
+        return _explain(rest, as_json=as_json)
+    if command not in COMMANDS:
+        names = [*COMMANDS, "explain"]
+        raise ConfigError(
+            f"unknown command '{command}'.{nearest(command, names)} Commands: {', '.join(names)}."
+        )
+    return _run(command, rest, as_json=as_json, dry_run=dry_run)
+
+
+def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
+    """Load the options, then the module (and with it torch), and run it."""
+    from razona.console import Console
+
+    module, cls, _ = COMMANDS[command]
+    toml_path = args.pop(0) if args and not args[0].startswith("-") else None
+    config: Any = load_config(cls, toml_path, args, prog=f"razona {command} [run.toml]")
+    _require_inputs(command, config)
+    options = {"dry_run": dry_run} if command in TRAINS else {}
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        console = Console(as_json)
+        result = importlib.import_module(module).run(config, console=console, **options)
+    console.result(_finite(result))
+    return 130 if result.get("interrupted") else 0
+
+
+def _require_inputs(command: str, config: Any) -> None:
+    """Raise ConfigError for what the command cannot do without; Python callers may pass objects instead."""
+    if command == "generate" and not config.prompts and not config.data.path:
+        raise ConfigError('razona generate has no prompts. Give --prompt "TEXT" (repeatable) or --data FILE.')
+    if command in ("grpo", "sft", "eval") and not config.data.path:
+        raise ConfigError(
+            f"razona {command} has no data: data.path is empty. "
+            "Give --data FILE (.jsonl, .json, .csv, .parquet) or a hub id."
+        )
+    if command in ("grpo", "eval") and not config.rewards:
+        raise ConfigError(
+            f"razona {command} has no reward function: rewards is empty. Give --reward NAME (repeatable): "
+            "format, exact_answer, length, or path/to/file.py:function."
+        )
+    if command == "grpo" and not config.eval.data and (config.eval.every or config.eval.rewards):
+        raise ConfigError(
+            "eval.every or eval.rewards is set, but eval.data is empty: nothing to evaluate on. "
+            "Give --eval-data FILE."
+        )
+
+
+def _explain(args: list[str], *, as_json: bool) -> int:
+    from razona import explain
+
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--json]")
+        return 0
+    text, result = explain.run(args)
+    print(text, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(result))
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with nan and inf as null: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _take(args: list[str], flag: str) -> bool:
+    """Whether ``flag`` is among ``args``; it is removed."""
+    found = flag in args
+    args[:] = [arg for arg in args if arg != flag]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Options of the commands that train nothing of the user's: generate, eval, demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from razona.config.common import DataConfig, ModelConfig
+from razona.types import Sampling
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Sample completions for prompts, given as text or as a data set."""
+
+    prompts: tuple[str, ...] = ()
+    """Prompts as text; --prompt may be repeated."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(shuffle=False))
+    sampling: Sampling = field(default_factory=lambda: Sampling(group_size=1))
+    num_prompts: int = 0
+    """Rows of the data set to use; 0: all."""
+    seed: int = 0
+    output: str = ""
+    """A .jsonl file for the completions; empty: they are printed."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Score a model's completions on a data set with reward functions; means come with error bars."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(shuffle=False))
+    rewards: tuple[str, ...] = ()
+    """format, exact_answer, length, or path/to/file.py:function, or package.module:function."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(group_size=1))
+    num_prompts: int = 0
+    """Rows of the data set to use; 0: all."""
+    seed: int = 0
+    output: str = ""
+    """A .jsonl file for completions and scores; empty: none is written."""
+    reward_timeout: float = 60.0
+    """Seconds a reward function may take per call."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train the bundled 135M model on two-digit addition: 32 demonstrations, then GRPO, beside a control."""
+
+    seed: int = 0
+    output_dir: str = "runs/demo"
+    cold_start_steps: int = 40
+    """SFT steps on the demonstrations before GRPO."""
+    grpo_steps: int = 20
+    """GRPO steps; the control goes on with SFT for the same time."""
+    eval_prompts: int = 200
+    """Held-out prompts; no number pair of them is in the demonstrations."""

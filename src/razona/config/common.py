@@ -1,0 +1,109 @@
+"""The parts that every loop's configuration is made of.
+
+No torch here: `razona grpo --help` must answer at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+BUNDLED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def resumable(default: Any) -> Any:
+    """A field that may change when a run is resumed; every other one must be as it was."""
+    return field(default=default, metadata={"resume": True})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and in which numbers it computes."""
+
+    name: str = BUNDLED_MODEL
+    """A hub id, a folder, a .gguf file, or the bundled default."""
+    precision: Literal["bf16", "fp32", "pure_bf16"] = "bf16"
+    """bf16: bf16 compute with fp32 masters. fp32: everything. pure_bf16: small updates are rounded away."""
+    device: str = "auto"
+    """auto takes CUDA where there is one."""
+    trust_remote_code: bool = False
+    """Run Python code that a hub repository brings."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where rows come from and how they become prompts."""
+
+    path: str = ""
+    """A .jsonl, .json, .csv or .parquet file, or a hub id."""
+    split: str = "train"
+    """Split of a hub data set."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt: a string or a list of messages."""
+    completion_column: str = "completion"
+    """Column that holds the answer to imitate (SFT only)."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """Columns to rename before use, old=new, so that they fit a reward function's parameters."""
+    system: str | None = None
+    """System prompt put before every prompt; it makes string prompts conversational."""
+    max_prompt_length: int | None = None
+    """Tokens a prompt may have; None allows what the model can hold."""
+    too_long: Literal["drop", "error"] = "drop"
+    """What happens to a row that does not fit; drops are counted and printed."""
+    shuffle: bool = True
+    """A new order in every epoch, from the run's seed."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    learning_rate: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at 0 at the last step."""
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out evaluation during training."""
+
+    data: str = ""
+    """Held-out rows, read like the training data; empty: no evaluation."""
+    every: int = resumable(0)
+    """Steps between evaluations; 0: only after the last step."""
+    rewards: tuple[str, ...] = ()
+    """Reward functions for evaluation, never summed into the training reward; empty: those of training."""
+    samples: int = 1
+    """Completions per held-out prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    best_metric: str = ""
+    """Keep the checkpoint that is best in this eval/... metric; empty: eval/reward."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run folder and its clock."""
+
+    output_dir: str = "runs/razona"
+    num_steps: int = resumable(100)
+    """Optimizer rounds: one rollout each in GRPO, one batch each in SFT."""
+    seed: int = 0
+    save_every: int = resumable(0)
+    """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
+    keep_checkpoints: int = resumable(2)
+    """Newest checkpoints to keep, the best one apart."""
+    print_every: int = resumable(10)
+    """Steps between printed sample completions; 0: never."""
+    resume: bool = resumable(False)
+    """Go on from the newest whole checkpoint in output_dir."""
+    overwrite: bool = resumable(False)
+    """Start anew in an output_dir that holds a run; the old one is moved aside, not deleted."""

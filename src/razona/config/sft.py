@@ -1,0 +1,23 @@
+"""Configuration of the SFT loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from razona.config.common import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Everything an SFT run is decided by."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
+    run: RunConfig = field(default_factory=RunConfig)
+    rows_per_step: int = 8
+    """Demonstrations per optimizer step."""
+    max_length: int = 2048
+    """Tokens a row may have, prompt and completion together; what is longer: see data.too_long."""
+    tokens_per_microbatch: int = 4096
+    """Tokens per forward and backward pass: memory and speed, not the gradient."""

@@ -1,0 +1,17 @@
+"""Rows become prompts, and demonstrations with their masks."""
+
+from razona.data.demonstrations import Demonstration, DemonstrationSet, build_demonstrations
+from razona.data.prompts import PromptSet, build_prompts
+from razona.data.rows import Rows, load_rows
+from razona.data.source import PromptSource
+
+__all__ = [
+    "Demonstration",
+    "DemonstrationSet",
+    "PromptSet",
+    "PromptSource",
+    "Rows",
+    "build_demonstrations",
+    "build_prompts",
+    "load_rows",
+]

@@ -1,0 +1,203 @@
+"""Rows become demonstrations: token ids, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from razona.config.common import DataConfig
+from razona.data.prompts import as_input, as_messages, drop_notices, encode, need_column, render
+from razona.data.rows import Rows
+from razona.errors import DataError
+from razona.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One row to imitate. ``loss_mask[t]`` says whether token t is trained; the last token is one that is:
+    the stop token, marked by its place and not by its id, so a pad token of the same id takes nothing
+    away."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class DemonstrationSet:
+    """Demonstrations, how many rows were dropped for which reason, and lines to print (``notices``)."""
+
+    demonstrations: tuple[Demonstration, ...]
+    total: int
+    dropped: Mapping[str, int]
+    notices: tuple[str, ...]
+
+
+def build_demonstrations(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    max_length: int,
+    stop_token_ids: Collection[int] = (),
+) -> DemonstrationSet:
+    """One demonstration per row that fits in ``max_length`` tokens.
+
+    Rows have ``data.prompt_column`` and ``data.completion_column`` (a string, or a list with one assistant
+    message), or a column ``messages``, of which every assistant turn is trained. Trained tokens are what the
+    assistant wrote and the token that ends its turn (the first of ``stop_token_ids`` or the tokenizer's own).
+    Raises DataError.
+    """
+    rows = rows.renamed(data.rename)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no end token (eos_token): a model trained without "
+            "one never stops. Set tokenizer.eos_token."
+        )
+    stops = {tokenizer.eos_token_id, *stop_token_ids}
+    from_messages = "messages" in rows.columns and data.completion_column not in rows.columns
+    if not from_messages:
+        need_column(rows, data.prompt_column, "--data.prompt-column", "prompts")
+        need_column(rows, data.completion_column, "--data.completion-column", "answers to imitate")
+    found: list[Demonstration] = []
+    dropped: Counter[str] = Counter()
+    for i, row in enumerate(rows):
+        where = rows.where(i)
+        read = _from_messages if from_messages else _from_pair
+        demonstration = read(row, tokenizer, data, stops, where)
+        length = len(demonstration.token_ids)
+        if not any(demonstration.loss_mask):
+            dropped["no answer in it to train on"] += 1
+        elif length <= max_length:
+            found.append(demonstration)
+        elif data.too_long == "drop":
+            dropped[f"longer than {max_length} tokens"] += 1
+        else:
+            raise DataError(
+                f"{where} has {length} tokens and {max_length} are allowed. Shorten it, raise --max-length, "
+                "or let such rows be left out with --data.too-long drop."
+            )
+    notices = drop_notices(dropped, len(rows))
+    if not found:
+        raise DataError(f"Nothing is left of {rows.name} to train on. {' '.join(notices)}")
+    return DemonstrationSet(tuple(found), len(rows), dict(dropped), notices)
+
+
+def _from_pair(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: set[int], where: str
+) -> Demonstration:
+    prompt = as_input(row[data.prompt_column], f"{where}, column {data.prompt_column!r}", data.system)
+    completion = row[data.completion_column]
+    at = f"{where}, column {data.completion_column!r}"
+    if isinstance(completion, str):
+        answer = completion
+    elif isinstance(prompt, str):
+        raise DataError(f"{at} must be a string, as the prompt is one; it holds {completion!r:.60}.")
+    else:
+        messages = as_messages(completion, at)
+        if len(messages) != 1 or messages[0]["role"] != "assistant":
+            raise DataError(
+                f"{at} must hold one assistant message; its roles are {[m['role'] for m in messages]}."
+            )
+        answer = messages[0]["content"]
+    if not answer.strip():
+        return Demonstration((), ())
+    if not isinstance(prompt, str):
+        return _from_turns(
+            [*prompt, {"role": "assistant", "content": answer}], tokenizer, stops, where, first=len(prompt)
+        )
+    head = encode(tokenizer, prompt, as_written=False)
+    tail = _continuation(tokenizer, head, prompt, prompt + answer, where, as_written=False)
+    if tail[-1] not in stops:
+        tail.append(tokenizer.eos_token_id)
+    return Demonstration((*head, *tail), (False,) * len(head) + (True,) * len(tail))
+
+
+def _from_messages(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: set[int], where: str
+) -> Demonstration:
+    at = f"{where}, column 'messages'"
+    if isinstance(row["messages"], str):
+        raise DataError(f"{at} holds a string. It must be a list of messages.")
+    messages = as_input(row["messages"], at, data.system)
+    assert not isinstance(messages, str)
+    return _from_turns(messages, tokenizer, stops, at, first=0)
+
+
+def _from_turns(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, stops: set[int], where: str, *, first: int
+) -> Demonstration:
+    """Trains every assistant turn from message ``first`` on. What comes after the last one is left out.
+
+    A turn is what the chat template adds to the text that a sampler would be given at that point; so the ids
+    before each trained turn are exactly those the model sees when it answers.
+    """
+    ids: list[int] = []
+    mask: list[bool] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or i < first or not message["content"].strip():
+            continue
+        if i == 0:
+            raise DataError(
+                f"{where}: the first message is the assistant's, and it answers nothing. Put a prompt first."
+            )
+        before = render(tokenizer, messages[:i], where, answering=True)
+        after = render(tokenizer, messages[: i + 1], where, answering=False)
+        head = encode(tokenizer, before, as_written=True)
+        if head[: len(ids)] != ids or not after.startswith(before):
+            raise DataError(
+                f"{where}: the chat template writes message {i} or those before it differently once they are "
+                "history, so this conversation is not what the model sees when it answers. Give one row per "
+                "answer, with the columns prompt and completion."
+            )
+        turn = _continuation(tokenizer, head, before, after, where, as_written=True)
+        turn = turn[: _end_of_turn(tokenizer, turn, stops, where)]
+        mask += [False] * (len(head) - len(mask)) + [True] * len(turn)
+        ids = head + turn
+    return Demonstration(tuple(ids), tuple(mask))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, turn: list[int], stops: set[int], where: str) -> int:
+    """Tokens of the turn up to its stop token, it included: the first id that stops, else a special one."""
+    for place, token in enumerate(turn):
+        if token in stops:
+            return place + 1
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for place, token in enumerate(turn):
+        if token in special:
+            return place + 1
+    raise DataError(
+        f"{where}: the chat template ends an assistant message without a stop token: a model trained on it "
+        "never stops. Let the template write the tokenizer's eos_token there."
+    )
+
+
+def _continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    head: list[int],
+    before: str,
+    text: str,
+    where: str,
+    *,
+    as_written: bool,
+) -> list[int]:
+    """Ids that ``text`` adds to those of its beginning ``before``.
+
+    Where a token would reach over the border the rest is tokenised on its own, because a sampler too starts
+    from the ids of ``before`` alone.
+    """
+    whole = encode(tokenizer, text, as_written=as_written)
+    if whole[: len(head)] == head:
+        return whole[len(head) :]
+    apart: list[int] = encode(tokenizer, text[len(before) :], as_written=True)
+    if tokenizer.decode(head + apart) != tokenizer.decode(whole):
+        raise DataError(
+            f"{where}: prompt and answer cannot be tokenised apart: together they read "
+            f"{tokenizer.decode(whole)[-60:]!r}, apart {tokenizer.decode(head + apart)[-60:]!r}. "
+            "End the prompt with a newline."
+        )
+    return apart

@@ -1,0 +1,317 @@
+"""The rollout engine: samples from the trainer's own module, so there is no second copy, no sync and no staleness.
+
+A prompt is prefilled once for all its completions, keys and values are written in place, finished rows leave the batch,
+one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs equal the trainer's flat pass bit for
+bit (the conditions are told in `razona.models.flat`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from razona.batch import FlatRow, Span
+from razona.engines.sampling import draw, uniforms
+from razona.errors import ModelError
+from razona.models.flat import MIN_QUERY_ROWS, AttentionOptions, FlatLayout, attention, padded_length
+from razona.models.packed import packed_linears
+from razona.models.scorer import FlatScorer
+from razona.types import Completion, Group, Prompt, Sampling
+
+PACK_FROM = 32  # decode steps from which on blocking the weights first is worth its time
+SAMPLE_TILE = 16  # rows whose logits are worked on at a time, to stay in the processor's cache
+KV_BYTES = 2 * 2**30  # keys and values held at once; more rows than fit are sampled in waves
+
+
+class NativeEngine:
+    """Samples with a `Policy`'s module. ``stop_token_ids`` are those of the model, beside a `Sampling`'s own."""
+
+    def __init__(self, policy: Any, *, stop_token_ids: Sequence[int], kv_bytes: int = KV_BYTES) -> None:
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.kv_bytes = kv_bytes
+        self.version = 0
+        self.load_weights(policy, version=0)
+
+    def load_weights(self, policy: Any, *, version: int) -> None:
+        """Takes the policy's module itself: its weights are always the present ones."""
+        if not isinstance(policy.scorer, FlatScorer):
+            raise ModelError(
+                f"the native engine cannot run {type(policy.model).__name__}: its attention does not take a layout. "
+                "Use razona.engines.hf.HFEngine, which runs what transformers' generate runs."
+            )
+        self.scorer: FlatScorer = policy.scorer
+        self.tokenizer = policy.tokenizer
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]
+    ) -> list[Group]:
+        """One group per prompt; ``seeds[p][g]`` decides completion g of prompt p, whatever else is in the call."""
+        stops = torch.tensor(sorted({*self.stop_token_ids, *sampling.stop_token_ids}), device=self.device)
+        groups: list[Group] = []
+        for wave in self._waves(prompts, seeds, sampling):
+            wave_seeds = seeds[len(groups) : len(groups) + len(wave)]
+            tokens, logprobs = _Wave(self.scorer, wave, sampling, stops, wave_seeds, self.device).run()
+            first = 0
+            for prompt, group_seeds in zip(wave, wave_seeds, strict=True):
+                rows = range(first, first + len(group_seeds))
+                completions = tuple(self._completion(tokens[row], logprobs[row], stops) for row in rows)
+                groups.append(Group(prompt, completions, _kv_length(prompt, sampling)))
+                first += len(group_seeds)
+        return groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.scorer.head.projection.weight.device
+
+    def _completion(self, tokens: list[int], logprobs: list[float], stops: Tensor) -> Completion:
+        stopped = tokens[-1] in stops.tolist()
+        return Completion(
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            text=self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True),
+            finish_reason="stop" if stopped else "length",
+            policy_version=self.version,
+        )
+
+    def _waves(
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: Sampling
+    ) -> Iterator[Sequence[Prompt]]:
+        """Consecutive prompts whose keys and values fit the budget; one prompt at least."""
+        config = self.scorer.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        width *= self.scorer.head.projection.weight.element_size()
+        start, used = 0, 0
+        for index, prompt in enumerate(prompts):
+            size = _kv_length(prompt, sampling) * len(seeds[index]) * width
+            if index > start and used + size > self.kv_bytes:
+                yield prompts[start:index]
+                start, used = index, 0
+            used += size
+        if start < len(prompts):
+            yield prompts[start:]
+
+
+class _Wave:
+    """Prompts sampled together: prefill, then one decode step after the other until every row has finished.
+
+    Row r of the wave writes to ``tokens[r]`` and ``logprobs[r]``; ``buckets`` hold the rows still alive.
+    """
+
+    def __init__(
+        self,
+        scorer: FlatScorer,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        stops: Tensor,
+        seeds: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        self.scorer, self.sampling, self.stops, self.device = scorer, sampling, stops, device
+        self.owners = [index for index, group_seeds in enumerate(seeds) for _ in group_seeds]
+        count = len(self.owners)
+        flat_seeds = [seed for group_seeds in seeds for seed in group_seeds]
+        self.uniforms = uniforms(flat_seeds, sampling.max_completion_length).to(device)
+        # One row more than needed: where a lone row's companion writes.
+        self.tokens = torch.zeros(count + 1, sampling.max_completion_length, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(self.tokens.shape, device=device)
+        self.lengths = torch.zeros(count + 1, dtype=torch.long, device=device)
+        by_length: dict[int, list[int]] = {}
+        for row, owner in enumerate(self.owners):
+            by_length.setdefault(_kv_length(prompts[owner], sampling), []).append(row)
+        self.buckets = [_Bucket(length, rows, device) for length, rows in sorted(by_length.items())]
+        if count == 1:  # a matrix product of one row has other bits: the row gets a companion nobody looks at
+            self.buckets[0].rows.append(count)
+            self.owners.append(0)
+            self.uniforms = self.uniforms.repeat(2, 1)
+        self.prompts = prompts
+
+    def run(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Token ids and log-probs of every row."""
+        hidden = self._prefill()
+        worth_packing = self.sampling.max_completion_length >= PACK_FROM
+        with packed_linears(self.scorer.model, len(self.owners)) if worth_packing else nullcontext():
+            self._decode_all(hidden)
+        lengths = self.lengths.masked_fill(self.lengths == 0, self.sampling.max_completion_length).tolist()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        return (
+            [row[:n] for row, n in zip(tokens, lengths, strict=True)],
+            [row[:n] for row, n in zip(logprobs, lengths, strict=True)],
+        )
+
+    def _decode_all(self, hidden: Tensor) -> None:
+        for step in range(self.sampling.max_completion_length):
+            rows = torch.tensor([row for bucket in self.buckets for row in bucket.rows], device=self.device)
+            drawn = self._draw(hidden, self.uniforms[rows, step])
+            self.tokens[rows, step], self.logprobs[rows, step] = drawn
+            alive = self.lengths[rows] == 0
+            stopped = torch.isin(drawn[0], self.stops)
+            self.lengths[rows[stopped & alive]] = step + 1
+            if step + 1 == self.sampling.max_completion_length or not self._retire(stopped | ~alive):
+                break
+            hidden = self._decode(step)
+
+    def _draw(self, hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        raw = self.scorer.head.project(hidden)
+        tiles = range(0, len(raw), SAMPLE_TILE)
+        drawn = [
+            draw(
+                self.scorer.head.finish(raw[i : i + SAMPLE_TILE], temperature=1.0),
+                uniform[i : i + SAMPLE_TILE],
+                self.sampling,
+            )
+            for i in tiles
+        ]
+        return torch.cat([token for token, _ in drawn]), torch.cat([logprob for _, logprob in drawn])
+
+    def _prefill(self) -> Tensor:
+        """Every prompt once; its keys and values go to all its rows. Returns the last hidden state for every row."""
+        ids = [torch.tensor(prompt.token_ids, device=self.device) for prompt in self.prompts]
+        starts = [0, *torch.tensor([len(i) for i in ids]).cumsum(0).tolist()]
+        spans = tuple(
+            Span(start, len(prompt.token_ids), (), _kv_length(prompt, self.sampling))
+            for start, prompt in zip(starts, self.prompts, strict=False)
+        )
+        row = FlatRow(
+            token_ids=torch.cat(ids)[None],
+            position_ids=torch.cat([torch.arange(len(i), device=self.device) for i in ids])[None],
+            spans=spans,
+            source=torch.empty(0),
+            target=torch.empty(0),
+            scored=torch.empty(0),
+        )
+        if row.token_ids.shape[1] == 1:  # as above: never a single row
+            row = replace(row, token_ids=row.token_ids.repeat(1, 2), position_ids=row.position_ids.repeat(1, 2))
+
+        def sink(layer: int, k: Tensor, v: Tensor) -> None:
+            for bucket in self.buckets:
+                bucket.fill(layer, k, v, [spans[self.owners[r]] for r in bucket.rows])
+
+        layout = FlatLayout(row, exact=self.scorer.exact, sink=sink)
+        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout)
+        ends = [spans[self.owners[r]].start + spans[self.owners[r]].prompt_length - 1 for b in self.buckets for r in b.rows]
+        return hidden[torch.tensor(ends, device=self.device)]
+
+    def _decode(self, step: int) -> Tensor:
+        """Feeds the tokens just drawn. Returns hidden states ``[live rows, h]``."""
+        rows = torch.tensor([row for bucket in self.buckets for row in bucket.rows], device=self.device)
+        for bucket in self.buckets:
+            bucket.advance()
+        positions = torch.cat([bucket.positions for bucket in self.buckets])
+        return self.scorer.hidden(self.tokens[rows, step, None], positions[:, None], DecodeLayout(self.buckets))
+
+    def _retire(self, finished: Tensor) -> bool:
+        """Finished rows leave, their bucket's last rows take their place. False when nobody is left.
+
+        A row that would be left alone keeps a finished one as companion.
+        """
+        done = finished.tolist()
+        if all(done):
+            return False
+        if not any(done):
+            return True
+        if sum(not d for d in done) == 1:
+            done[done.index(True)] = False
+        first = 0
+        for bucket in self.buckets:
+            count = len(bucket.rows)
+            bucket.drop(done[first : first + count])
+            first += count
+        self.buckets = [bucket for bucket in self.buckets if bucket.rows]
+        return True
+
+
+class _Bucket:
+    """Rows of one padded length: their keys and values ``[B, S, KV, D]`` per layer, positions and masks."""
+
+    def __init__(self, kv_length: int, rows: list[int], device: torch.device) -> None:
+        self.kv_length, self.rows, self.device = kv_length, rows, device
+        self.batch = torch.arange(len(rows) + 1, device=device)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.positions = torch.zeros(0, dtype=torch.long, device=device)  # [live rows], of the token being fed
+        self.masks: dict[int | None, Tensor] = {}  # per sliding window, of the present step
+
+    def fill(self, layer: int, k: Tensor, v: Tensor, spans: list[Span]) -> None:
+        """Takes the prompt's keys and values ``[N, KV, D]`` for every row."""
+        if not len(self.positions):  # the position before the first token fed
+            self.positions = torch.tensor([span.prompt_length - 1 for span in spans], device=self.device)
+        shape = (len(self.rows), self.kv_length, *k.shape[1:])
+        self.keys[layer], self.values[layer] = k.new_zeros(shape), v.new_zeros(shape)
+        for row, span in enumerate(spans):
+            prompt = slice(span.start, span.start + span.prompt_length)
+            self.keys[layer][row, : span.prompt_length] = k[prompt]
+            self.values[layer][row, : span.prompt_length] = v[prompt]
+
+    def advance(self) -> None:
+        self.positions = self.positions + 1
+        self.masks.clear()
+
+    def drop(self, done: list[bool]) -> None:
+        alive = [row for row, finished in enumerate(done) if not finished]
+        holes = [row for row, finished in enumerate(done) if finished and row < len(alive)]
+        movers = [row for row in alive if row >= len(alive)]
+        order = list(range(len(alive)))
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+            for cache in (*self.keys.values(), *self.values.values()):
+                cache[hole] = cache[mover]
+        self.rows = [self.rows[row] for row in order]
+        self.positions = self.positions[order]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """q ``[B, H, 1, D]``, k and v ``[B, KV, 1, D]`` of the token being fed -> ``[B, 1, H, D]``."""
+        batch, heads, _, dim = q.shape
+        keys, values = self.keys[layer], self.values[layer]
+        at = (self.batch[:batch], self.positions)
+        keys.index_put_(at, k[:, :, 0])
+        values.index_put_(at, v[:, :, 0])
+        kv_heads = keys.shape[2]
+        # The query heads of one key/value head become its query rows, repeated up to the least count.
+        queries = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+        queries = torch.cat([queries] * -(-MIN_QUERY_ROWS // queries.shape[2]), 2)
+        out = attention(
+            queries,
+            keys[:batch].transpose(1, 2),
+            values[:batch].transpose(1, 2),
+            self._mask(options.window, q),
+            options,
+        )
+        return out.transpose(1, 2)[:, :, : heads // kv_heads].reshape(batch, 1, heads, dim)
+
+    def _mask(self, window: int | None, like: Tensor) -> Tensor:
+        if window not in self.masks:
+            at, seen = self.positions[:, None], torch.arange(self.kv_length, device=self.device)[None]
+            visible = (seen <= at) & (seen > at - window) if window else seen <= at
+            mask = torch.zeros(visible.shape, dtype=like.dtype, device=self.device)
+            self.masks[window] = mask.masked_fill_(~visible, -torch.inf)[:, None, None]
+        return self.masks[window]
+
+
+class DecodeLayout:
+    """Layout of a decode step: one token per row, bucket after bucket."""
+
+    def __init__(self, buckets: list[_Bucket]) -> None:
+        self.buckets = buckets
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        parts, first = [], 0
+        for bucket in self.buckets:
+            rows = slice(first, first + len(bucket.rows))
+            parts.append(bucket.attend(layer, q[rows], k[rows], v[rows], options))
+            first = rows.stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _kv_length(prompt: Prompt, sampling: Sampling) -> int:
+    return padded_length(len(prompt.token_ids) + sampling.max_completion_length)

@@ -1,0 +1,61 @@
+"""Drawing the next token: shared by every engine, so that the same seed means the same token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from razona.types import Sampling
+
+
+def uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """``[len(seeds), count]`` uniforms in [0, 1): row i depends on seeds[i] alone, whatever the batch or device."""
+    rows = torch.empty(len(seeds), count, dtype=torch.float64)
+    generator = torch.Generator()
+    for row, seed in zip(rows, seeds, strict=True):
+        generator.manual_seed(seed)
+        row.uniform_(0.0, 1.0, generator=generator)
+    return rows
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Next tokens ``[B]`` and their log-probs ``[B]`` under the distribution drawn from, from fp32 logits ``[B, V]``.
+
+    One uniform per row inverts the cumulative distribution: no random number per vocabulary entry. Temperature 0 takes
+    the most likely token and records its log-prob at temperature 1.
+    """
+    if sampling.temperature == 0:
+        logprobs = logits.log_softmax(-1)
+        token = logprobs.argmax(-1)
+    else:
+        scaled = logits / sampling.temperature if sampling.temperature != 1.0 else logits
+        logprobs = truncate(scaled, sampling).log_softmax(-1)
+        token = _invert(logprobs.exp(), uniform.to(logits.device))
+    return token, logprobs.gather(1, token[:, None])[:, 0]
+
+
+def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+    """-inf for tokens outside top-k, then outside top-p of what is left, then below min-p of the best."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, order = logits.sort(-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        beyond = probabilities.cumsum(-1) - probabilities >= sampling.top_p  # mass before this token suffices
+        logits = logits.masked_fill(beyond.scatter(1, order, beyond), -torch.inf)
+    if sampling.min_p > 0.0:
+        probabilities = logits.softmax(-1)
+        weak = probabilities < sampling.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(weak, -torch.inf)
+    return logits
+
+
+def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """First token whose cumulative probability exceeds the uniform; never one of probability 0."""
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[:, -1:]
+    threshold = (uniform[:, None] * total.double()).float().minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]

@@ -1,0 +1,151 @@
+"""The language-model head on scored positions only, in chunks: ``[B, T, V]`` never exists.
+
+One matrix product serves a chunk of rows, the element-wise work on its logits goes in tiles that stay in the processor's
+cache. Log-softmax is in fp32 and the gradient of the weight is accumulated in fp32 over the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 256  # rows of one matrix product
+TILE = 8  # rows of element-wise work at a time
+KEPT_BYTES = 128 * 2**20  # derivatives of the logits kept from the forward pass, at most; beyond, recomputed
+
+
+class Head:
+    """Hidden states ``[S, h]`` -> log-probs. ``softcap`` and ``scale`` as some model families define them."""
+
+    def __init__(self, projection: nn.Linear, *, softcap: float | None = None, scale: float = 1.0) -> None:
+        self.projection = projection
+        self.softcap = softcap
+        self.scale = scale
+
+    @classmethod
+    def of(cls, model: Any) -> Head:
+        """The head of a transformers causal language model."""
+        config = model.config.get_text_config()
+        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        scale = (getattr(config, "logit_scale", None) or 1.0) / divisor  # Cohere
+        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        return cls(model.get_output_embeddings(), softcap=softcap, scale=scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits ``[S, V]`` of a few rows, for sampling; at temperature 1."""
+        return self.finish(self.project(hidden), temperature=1.0)
+
+    def logprobs(self, hidden: Tensor, target: Tensor, *, temperature: float) -> Tensor:
+        """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable."""
+        projection = self.projection
+        result: Tensor = _Logprobs.apply(hidden, projection.weight, projection.bias, target, self, temperature)  # type: ignore[no-untyped-call]
+        return result
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Raw logits in the model's dtype. At least two rows go through the product, see `razona.models.flat`."""
+        if hidden.shape[0] == 1:
+            return self.projection(hidden.expand(2, -1).contiguous())[:1]
+        return self.projection(hidden)  # type: ignore[no-any-return]
+
+    def finish(self, raw: Tensor, *, temperature: float) -> Tensor:
+        """fp32 logits divided by the temperature, from raw ones."""
+        logits = raw.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits / temperature if temperature != 1.0 else logits
+
+    def derivative(self, raw: Tensor, *, temperature: float) -> Tensor | float:
+        """d finish(raw) / d raw."""
+        slope = self.scale / temperature
+        if self.softcap is None:
+            return slope
+        capped = torch.tanh(raw.float() * (self.scale / self.softcap))
+        return (1.0 - capped.square()) * slope
+
+
+class _Logprobs(torch.autograd.Function):
+    """Per chunk of rows, with d = onehot(target) - softmax(logits) through the head's own derivative:
+    dH = g * (d @ W) and dW = d^T @ (g * H), where g is the incoming gradient of each log-prob."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        head: Head,
+        temperature: float,
+    ) -> Tensor:
+        needs_grad = any(ctx.needs_input_grad[:3])
+        size = target.numel() * weight.shape[0] * weight.element_size()
+        keep = needs_grad and size <= KEPT_BYTES
+        out = torch.empty(target.shape, dtype=torch.float32, device=hidden.device)
+        kept = []
+        for rows in _chunks(target.numel()):
+            raw = head.project(hidden[rows])
+            _score(raw, target[rows], out[rows], head, temperature, derivatives=keep)
+            if keep:
+                kept.append(raw)
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.kept, ctx.head, ctx.temperature = kept, head, temperature
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, bias, target = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, device=weight.device) if need_bias else None
+        for index, rows in enumerate(_chunks(target.numel())):
+            if ctx.kept:
+                d = ctx.kept[index]
+            else:
+                d = ctx.head.project(hidden[rows])
+                scratch = torch.empty(d.shape[0], device=d.device)
+                _score(d, target[rows], scratch, ctx.head, ctx.temperature, derivatives=True)
+            g = grad[rows, None]
+            if grad_hidden is not None:
+                grad_hidden[rows] = (d @ weight).float().mul_(g).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += d.t() @ (hidden[rows] * g).to(d.dtype)
+            if grad_bias is not None:
+                grad_bias += (d.float() * g).sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _score(
+    raw: Tensor, target: Tensor, out: Tensor, head: Head, temperature: float, *, derivatives: bool
+) -> None:
+    """Writes the log-probs of ``target`` to ``out``; with ``derivatives`` also overwrites ``raw`` with
+    d logprob / d raw. 1 - p of the target is taken as -expm1(log p): near certainty 1 - p would lose its digits."""
+    for start in range(0, raw.shape[0], TILE):
+        rows = slice(start, start + TILE)
+        tile = raw[rows]
+        logprobs = head.finish(tile, temperature=temperature).log_softmax(-1)
+        label = target[rows, None]
+        chosen = logprobs.gather(1, label)
+        out[rows] = chosen[:, 0]
+        if derivatives:
+            d = logprobs.exp_().neg_().scatter_(1, label, -torch.expm1(chosen))
+            tile.copy_(d * head.derivative(tile, temperature=temperature))
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    """Even parts of at most CHUNK rows (even, so that no part is a single row when there are several)."""
+    parts = max(1, -(-count // CHUNK))
+    for part in range(parts):
+        yield slice(part * count // parts, (part + 1) * count // parts)

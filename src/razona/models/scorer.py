@@ -1,0 +1,140 @@
+"""A language model as a scorer: batch in, log-probs ``[B, T]`` out. The one module that wrappers wrap.
+
+`wrap` decides, once and by trying it, whether a model can take the flat shared-prefix row; one that cannot (recurrent
+mixers, attention that does not go through transformers' interface) runs full padded rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from razona.batch import Batch
+from razona.models.flat import FlatLayout, Layout
+from razona.models.head import Head
+
+
+class FlatScorer(nn.Module):
+    """Scores through the shared-prefix row."""
+
+    shares_prefixes = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.head = Head.of(model)
+
+    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+        """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is False."""
+        row = batch.flat()
+        hidden = self.hidden(row.token_ids, row.position_ids, FlatLayout(row, exact=self.exact))
+        scored = self.head.logprobs(hidden[row.source], row.target, temperature=temperature)
+        return torch.zeros(row.scored.shape, device=scored.device).masked_scatter(row.scored, scored)
+
+    def hidden(self, token_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states ``[N, h]`` of a row ``[1, N]``, or ``[B, h]`` of one token per row ``[B, 1]``."""
+        out = self.model.base_model(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
+        states: Tensor = out.last_hidden_state
+        return states.reshape(-1, states.shape[-1])
+
+    @property
+    def exact(self) -> bool:
+        """Whether this pass reproduces the native engine bit for bit: bf16 on a CPU."""
+        parameter = next(self.model.parameters())
+        return parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16
+
+
+class FullRowScorer(nn.Module):
+    """Scores prompt + completion rows, padded on the right: for models that cannot share a prompt in one row."""
+
+    shares_prefixes = False
+    exact = False
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+        """As `FlatScorer.forward`."""
+        device = batch.token_ids.device
+        rows = [
+            torch.cat([torch.tensor(batch.prompts[group], device=device), batch.token_ids[index, :length]])
+            for index, (group, length) in enumerate(zip(batch.group_of, batch.lengths, strict=True))
+        ]
+        tokens = pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        attended = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+        logits = self.model(tokens, attention_mask=attended.long(), use_cache=False).logits
+        out = torch.zeros(batch.loss_mask.shape, device=device)
+        picked = []
+        for index, group in enumerate(batch.group_of):
+            first, length = len(batch.prompts[group]), batch.lengths[index]
+            own = logits[index, first - 1 : first - 1 + length].float() / temperature
+            scores = own.log_softmax(-1).gather(1, batch.token_ids[index, :length, None])[:, 0]
+            picked.append(scores[batch.loss_mask[index, :length]])
+        return out.masked_scatter(batch.loss_mask, torch.cat(picked))
+
+
+Scorer = FlatScorer | FullRowScorer
+
+
+def wrap(model: Any) -> Scorer:
+    """The fastest scorer that is right for this model: flat if a flat row of two completions agrees with full rows."""
+    full = FullRowScorer(model)
+    if not getattr(model, "_supports_attention_backend", False):
+        return full
+    flat = FlatScorer(model)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(3, 27).remainder(vocabulary).reshape(2, 12).to(model.device)
+    ids[:, 0] = ids[0, 0]
+    probe = Batch(
+        prompts=((1, 2, 3, 4, 5, 6),),
+        kv_lengths=(0,),
+        group_of=(0, 0),
+        lengths=(12, 12),
+        token_ids=ids,
+        loss_mask=torch.ones_like(ids, dtype=torch.bool),
+    )
+    original = model.config._attn_implementation
+    with torch.no_grad(), eval_mode(model):
+        expected = full(probe)
+        model.set_attn_implementation("razona")
+        try:
+            found = flat(probe)
+        except (TypeError, AttributeError, RuntimeError, ValueError):  # another signature: not our kind of model
+            found = torch.full_like(expected, torch.nan)
+    spread = expected.std().clamp(min=1e-3)
+    tolerance = 2e-2 if next(model.parameters()).dtype == torch.float32 else 0.3
+    if ((found - expected).abs().mean() / spread) < tolerance * 0.5:
+        return flat
+    model.set_attn_implementation(original)
+    return full
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, the former mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """transformers' own attention inside, for what does not bring a layout (`generate`, full rows)."""
+    ours = model.config._attn_implementation == "razona"
+    if ours:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if ours:
+            model.set_attn_implementation("razona")

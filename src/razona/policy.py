@@ -1,0 +1,175 @@
+"""The owner of a language model's parameters and of their optimizer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from razona.batch import Batch
+from razona.config.common import OptimizerConfig
+from razona.errors import CheckpointError, ModelError
+from razona.models.scorer import Scorer, wrap
+
+
+class Policy:
+    """The model that is trained.
+
+    ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients accumulate in
+    fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that samples from the same
+    module is never stale. With "fp32" or "pure_bf16" the model's own parameters are trained.
+    ``total_updates`` is where a linear or cosine schedule ends.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        optimizer: OptimizerConfig,
+        precision: str = "bf16",
+        total_updates: int = 1,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.model = model.train()  # dropout is 0 everywhere; checkpointing needs train mode
+        self.tokenizer = tokenizer
+        self.config = optimizer
+        self.precision = precision
+        self.total_updates = total_updates
+        self.updates = 0
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ModelError("the model has no trainable parameter: every requires_grad is False. Unfreeze some of them.")
+        self.names = list(named)
+        self.compute: list[nn.Parameter] = list(named.values())
+        self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
+        if precision == "pure_bf16":
+            model.to(torch.bfloat16)
+        self.scorer: Scorer = wrap(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = torch.optim.AdamW(
+            self.masters,
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+
+    def _split(self, model: Any) -> list[nn.Parameter]:
+        """fp32 masters take over the present storage; the model goes on with a bf16 copy of it."""
+        masters = [nn.Parameter(p.detach().float()) for p in self.compute]
+        model.to(torch.bfloat16)
+        for parameter, master in zip(self.compute, masters, strict=True):
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
+        return masters
+
+    @property
+    def device(self) -> torch.device:
+        return self.compute[0].device
+
+    def logprobs(self, batch: Batch, *, temperature: float) -> Tensor:
+        """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, with gradient unless disabled."""
+        result: Tensor = self.scorer(batch, temperature=temperature)
+        return result
+
+    def update(self) -> float:
+        """One optimizer step on the accumulated gradients. Returns their norm before clipping; a norm that is not
+        finite updates nothing."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        gradients = [p.grad for p in self.masters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if torch.isfinite(norm):
+            if self.config.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
+            self.optimizer.step()
+            self._refresh()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        return norm.item()
+
+    def learning_rate(self) -> float:
+        """Of the next update: linear warm-up, then the schedule."""
+        config, done = self.config, self.updates
+        if done < config.warmup_steps:
+            return config.learning_rate * (done + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return config.learning_rate
+        left = 1.0 - (done - config.warmup_steps) / max(1, self.total_updates - config.warmup_steps)
+        left = min(1.0, max(0.0, left))
+        return config.learning_rate * (left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+
+    def reference(self, folder: Path) -> Reference:
+        """A frozen scorer of the policy as it is now, its weights on disk in ``folder``."""
+        return Reference(self, folder)
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if self.masters is not self.compute:
+            torch._foreach_copy_(list(self.compute), list(self.masters))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, Adam's moments and the number of updates."""
+        adam = self.optimizer.state_dict()["state"]
+        return {
+            "updates": self.updates,
+            "weights": {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)},
+            "adam": {name: adam[index] for index, name in enumerate(self.names) if index in adam},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = set(self.names) ^ set(state["weights"])
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint's weights are not this model's: {sorted(missing)[:4]} stand in only one of the two. "
+                "Resume with the model that the run was started with."
+            )
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(state["weights"][name])
+        self._refresh()
+        self.updates = state["updates"]
+        adam = {index: state["adam"][name] for index, name in enumerate(self.names) if name in state["adam"]}
+        self.optimizer.load_state_dict({"state": adam, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+
+class Reference:
+    """A frozen policy. Its weights stay on disk (memory-mapped) and stand in for the policy's only while it scores:
+    no second model in memory."""
+
+    def __init__(self, policy: Policy, folder: Path) -> None:
+        self.policy = policy
+        self.path = folder / "reference.safetensors"
+        if not self.path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_suffix(".partial")
+            weights = dict(zip(policy.names, policy.compute, strict=True))
+            save_file({name: w.detach().contiguous() for name, w in weights.items()}, temporary)
+            temporary.rename(self.path)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, temperature: float) -> Tensor:
+        """As `Policy.logprobs`, under the frozen weights."""
+        scorer = self.policy.scorer
+        frozen = load_file(self.path, device=str(self.policy.device))
+        parameters = {f"model.{name}": weight for name, weight in frozen.items()}
+        result: Tensor = torch.func.functional_call(scorer, parameters, (batch,), {"temperature": temperature})
+        return result
+
+
+def _accumulate_into(master: nn.Parameter) -> Any:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook

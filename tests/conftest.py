@@ -1,0 +1,69 @@
+"""Helpers that several test files share: ``from conftest import tiny_tokenizer``."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_GPU = "needs a CUDA device"
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>")
+
+
+def tiny_tokenizer(*, bos: bool = False, chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 256 bytes, two merges ("bc" and two newlines) and three special tokens.
+
+    The end token is <|im_end|>, and pad is the same. ``bos``: <s> is put in front of plain texts.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "bc", "ĊĊ"])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("b", "c"), ("Ċ", "Ċ")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if bos:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        bos_token="<s>" if bos else None,
+        name_or_path="tiny",
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu run where there is CUDA only."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what could not run: a green line must not be taken for tests on a GPU."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    names = [report.nodeid for report in skipped if NO_GPU in str(report.longrepr)]
+    if names:
+        terminalreporter.write_line(f"not run here (no CUDA device): {len(names)} GPU tests")
+        for name in names:
+            terminalreporter.write_line(f"  {name}")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()

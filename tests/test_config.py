@@ -1,0 +1,268 @@
+"""Configuration: three spellings that mean the same, and errors that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from razona.config import (
+    DataConfig,
+    DemoConfig,
+    EvalConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    GRPOConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RunConfig,
+    SFTConfig,
+)
+from razona.config.check import validate
+from razona.config.load import SHORT_FLAGS, diff_configs, load_config, merge, to_dict
+from razona.errors import ConfigError
+from razona.types import Sampling
+
+COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, DemoConfig)
+# Where "another value of the type" would be out of range.
+OTHER = {"top_p": 0.9, "min_p": 0.05, "best_metric": "eval/exact_answer", "betas": (0.8, 0.95)}
+
+
+def leaves(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """(path, type, default) of every option."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, (*path, field.name))
+        else:
+            yield (*path, field.name), hints[field.name], value
+
+
+def other_value(name: str, hint: Any, default: Any) -> Any:
+    """A valid value of the type that is not the default."""
+    if name in OTHER:
+        return OTHER[name]
+    kinds = [arg for arg in get_args(hint) if arg is not type(None)]
+    if kinds and all(isinstance(kind, str) for kind in kinds):  # Literal
+        return next(kind for kind in kinds if kind != default)
+    if kinds and type(None) in get_args(hint):
+        return other_value(name, kinds[0], default)
+    if isinstance(default, tuple):
+        return {str: ("one", "two"), int: (3, 4), float: (0.5, 2.0)}[kinds[0]]
+    if isinstance(default, dict):
+        return {"question": "prompt", "answer": "label"}
+    return {
+        bool: lambda: not default,
+        int: lambda: (default or 0) + 3,
+        float: lambda: default / 2 + 0.125,
+    }.get(hint, lambda: "another")()
+
+
+def replaced(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    head, *rest = path
+    return dataclasses.replace(
+        config, **{head: replaced(getattr(config, head), tuple(rest), value) if rest else value}
+    )
+
+
+def as_toml(path: tuple[str, ...], value: Any) -> str:
+    text = json.dumps(value)
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + "}"
+    *table, name = path
+    return (f"[{'.'.join(table)}]\n" if table else "") + f"{name} = {text}\n"
+
+
+def as_flags(path: tuple[str, ...], value: Any) -> list[str]:
+    *table, name = path
+    prefix = ".".join(table) + "." if table else ""
+    if isinstance(value, bool):
+        return [f"--{prefix}{'' if value else 'no-'}{name}".replace("_", "-")]
+    items = value if isinstance(value, tuple) else [value]
+    if isinstance(value, dict):
+        items = [f"{old}={new}" for old, new in value.items()]
+    return [f"--{prefix}{name}".replace("_", "-"), *map(str, items)]
+
+
+@pytest.mark.parametrize("cls", COMMANDS, ids=lambda cls: cls.__name__)
+def test_python_toml_and_flags_mean_the_same_for_every_option(cls: type, tmp_path: Path) -> None:
+    count = 0
+    for path, hint, default in leaves(cls()):
+        value = other_value(path[-1], hint, default)
+        assert value != default, path
+        in_python = replaced(cls(), path, value)
+        file = tmp_path / "run.toml"
+        file.write_text(as_toml(path, value))
+        from_toml, from_flags = load_config(cls, file), load_config(cls, None, as_flags(path, value))
+        assert in_python == from_toml == from_flags != cls(), path
+        assert type(from_toml) is type(from_flags) is cls
+        assert (
+            json.dumps(to_dict(in_python))
+            == json.dumps(to_dict(from_toml))
+            == json.dumps(to_dict(from_flags))
+        ), path
+        count += 1
+    assert count >= 5
+
+
+def test_flags_lie_over_toml_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'rewards = ["format"]\n[optimizer]\nschedule = "linear"\n[sampling]\ngroup_size = 4\ntop_p = 1\n'
+    )
+    config = load_config(GRPOConfig, file, ["--sampling.group-size", "6"])
+    assert (config.sampling.group_size, config.sampling.top_p, config.rewards) == (6, 1.0, ("format",))
+    assert load_config(SFTConfig, None, ["--optimizer.schedule", "linear"]).optimizer.learning_rate == 2e-5
+    file.write_text('[optimizer]\nschedule = "linear"\n')
+    assert load_config(SFTConfig, file).optimizer == OptimizerConfig(learning_rate=2e-5, schedule="linear")
+
+
+def test_short_spellings() -> None:
+    short = (
+        "--model m --data d --prompt-column q --system=S --reward format --objective dr_grpo --reward length"
+    )
+    config = load_config(
+        GRPOConfig, None, [*short.split(), "--steps", "7", "--lr=1e-5", "--group_size", "4", "--seed", "3"]
+    )
+    assert (config.model.name, config.data.path, config.data.prompt_column) == ("m", "d", "q")
+    assert (config.data.system, config.rewards, config.objective.name) == (
+        "S",
+        ("format", "length"),
+        "dr_grpo",
+    )
+    assert (config.run.num_steps, config.optimizer.learning_rate, config.run.seed) == (7, 1e-5, 3)
+    assert load_config(DemoConfig, None, ["--seed", "2", "--output-dir", "x"]) == DemoConfig(
+        seed=2, output_dir="x"
+    )
+    assert load_config(GenerateConfig, None, ["--prompt", "a b", "--prompt", "c"]).prompts == ("a b", "c")
+    known = {"--" + ".".join(path).replace("_", "-") for path, _, _ in leaves(GRPOConfig())}
+    assert set(SHORT_FLAGS.values()) <= known
+
+
+def refused(toml: str, tmp_path: Path, cls: type = GRPOConfig) -> str:
+    file = tmp_path / "run.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as error:
+        load_config(cls, file)
+    return str(error.value)
+
+
+def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
+    assert "unknown key 'group_siz' in table [sampling]. Did you mean 'group_size'?" in refused(
+        "[sampling]\ngroup_siz = 4", tmp_path
+    )
+    assert "Did you mean 'group_size'?" in refused("[sampling]\ngroup-size = 4", tmp_path)
+    assert "unknown key 'num_steps' outside any table. It belongs in [run]." in refused(
+        "num_steps = 4", tmp_path
+    )
+    assert "It belongs in [optimizer]" in refused("[run]\nlearning_rate = 4", tmp_path)
+    assert "Known are: model, data, rewards" in refused("[zzz]\nx = 1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[run]\nnum_steps = "ten"', "run.num_steps = 'ten' is text, expected a whole number"),
+        ("[run]\nnum_steps = 2.5", "run.num_steps = 2.5 is a number, expected a whole number"),
+        ("[run]\nnum_steps = true", "run.num_steps = True is a truth value, expected a whole number"),
+        ("[data]\nshuffle = 1", "data.shuffle = 1 is a whole number, expected true or false"),
+        ("[data]\nsystem = 1", "data.system = 1 is a whole number, expected text"),
+        ('rewards = "format"', "rewards = 'format' is text, expected a list of texts"),
+        ("rewards = [1]", "rewards[0] = 1 is a whole number, expected text"),
+        ("[optimizer]\nbetas = [0.9]", "optimizer.betas = [0.9] is a list, expected a list of 2 numbers"),
+        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan is not a finite number"),
+        ("[data.rename]\na = 1", "data.rename.a = 1 is a whole number, expected text"),
+        ('[objective]\nname = "dr-grpo"', "is none of 'grpo', 'dr_grpo'. Did you mean 'dr_grpo'?"),
+        ("model = 3", "model is a table of options, not 3. Write [model] and its options below it"),
+        ("[run\n", "is not valid TOML"),
+    ],
+)
+def test_wrong_values_name_key_value_and_type(toml: str, message: str, tmp_path: Path) -> None:
+    text = refused(toml, tmp_path)
+    assert message in text
+    assert str(tmp_path / "run.toml") in text
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.toml cannot be read: No such file"):
+        load_config(GRPOConfig, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GRPOConfig(sampling=Sampling(group_size=1)), "always has advantage 0"),
+        (GRPOConfig(sampling=Sampling(temperature=0.0)), "deviation is 0, every advantage is 0"),
+        (GRPOConfig(sampling=Sampling(temperature=-1.0)), "at least 0"),
+        (GRPOConfig(sampling=Sampling(top_p=0.0)), "above 0 and at most 1"),
+        (GRPOConfig(minibatches_per_rollout=9), "whole groups stay together"),
+        (
+            GRPOConfig(rewards=("a", "b"), objective=ObjectiveConfig(reward_weights=(1.0,))),
+            "1 values for 2 rewards",
+        ),
+        (GRPOConfig(objective=ObjectiveConfig(reward_weights=(0.0, 0.0))), "all 0"),
+        (GRPOConfig(objective=ObjectiveConfig(clip_low=1.5)), "above 0 and at most 1"),
+        (GRPOConfig(objective=ObjectiveConfig(name="ppo")), "'ppo' is none of 'grpo', 'dr_grpo'"),  # type: ignore
+        (GRPOConfig(rewards=["format"]), r"is a list, expected a tuple: write ('format',)"),  # type: ignore
+        (GRPOConfig(run=None), "run = None is a NoneType, expected a RunConfig"),  # type: ignore
+        (GRPOConfig(run=RunConfig(num_steps=0)), "run.num_steps = 0 cannot work: it must be at least 1"),
+        (GRPOConfig(run=RunConfig(resume=True, overwrite=True)), "exclude each other"),
+        (
+            GRPOConfig(eval=EvalConfig(samples=4, temperature=0.0)),
+            "greedy completions of a prompt are all the same",
+        ),
+        (GRPOConfig(eval=EvalConfig(best_metric="accuracy")), "the name of an eval/... series"),
+        (SFTConfig(optimizer=OptimizerConfig(warmup_steps=101)), "would never be reached"),
+        (SFTConfig(data=DataConfig(max_prompt_length=0)), "at least 1"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_in_python_too(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    assert message in str(error.value)
+
+
+def test_defaults_are_valid_and_survive_json() -> None:
+    for cls in COMMANDS:
+        config = cls()
+        validate(config)
+        assert merge(cls(), json.loads(json.dumps(to_dict(config)))) == config
+    greedy = EvaluateConfig(sampling=Sampling(group_size=1, temperature=0.0))
+    validate(greedy)  # greedy is for evaluation
+
+
+def test_resume_names_what_changed() -> None:
+    saved = json.loads(json.dumps(to_dict(GRPOConfig())))
+    assert diff_configs(saved, GRPOConfig()) == []
+    run = RunConfig(num_steps=200, resume=True, save_every=5, print_every=1)
+    assert diff_configs(saved, GRPOConfig(run=run)) == []
+    changed = GRPOConfig(
+        sampling=Sampling(group_size=16), data=DataConfig(rename={"a": "b"}), rewards=("format",)
+    )
+    assert diff_configs(saved, changed) == [
+        "data.rename: {} -> {'a': 'b'}",
+        "rewards: [] -> ['format']",
+        "sampling.group_size: 8 -> 16",
+    ]
+
+
+def test_resume_refuses_more_steps_under_a_schedule_that_ends() -> None:
+    cosine = OptimizerConfig(schedule="cosine")
+    saved = to_dict(GRPOConfig(optimizer=cosine))
+    longer = GRPOConfig(optimizer=cosine, run=RunConfig(num_steps=200))
+    assert diff_configs(saved, longer) == [
+        "run.num_steps: 100 -> 200 (the cosine schedule ends at run.num_steps)"
+    ]
+
+
+def test_resume_across_versions() -> None:
+    saved = to_dict(GRPOConfig())
+    del saved["sampling"]["min_p"]  # saved before the option existed
+    saved["run"]["gone"] = 3
+    assert diff_configs(saved, GRPOConfig()) == ["run.gone: 3 -> no such option any more"]
+    assert diff_configs(saved, GRPOConfig(sampling=Sampling(min_p=0.1)))[0] == "sampling.min_p: 0.0 -> 0.1"
