@@ -34,5 +34,5 @@ CASES = {
 
 
 def reward(completions: list[str]) -> list[float]:
-    """Distinct characters of each completion: cheap, and rarely the same for a whole group."""
-    return [float(len(set(text))) for text in completions]
+    """Mean character code of each completion: cheap, and never the group's mean, so no row can be skipped."""
+    return [sum(map(ord, text)) / max(1, len(text)) for text in completions]

@@ -63,6 +63,7 @@ def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
         ],
         "betas": (0.9, 0.999),
         "groups": {0: {"step": 3}, 1: {}, "__tensor__": "not one"},
+        "strange": {"__tensor__": "0", "more": {"__tuple__": [1]}},
     }
     save_checkpoint(tmp_path, "step-1", {"box": Box(state)}, meta={"step": 1, "best": math.nan})
     box = Box()

@@ -188,6 +188,11 @@ def test_a_begin_token_comes_once():
     assert chat.token_ids.count(tok.bos_token_id) == 1
 
 
+def test_a_chat_template_alone_decides_about_the_begin_token():
+    tok = tiny_tokenizer(bos=True)
+    assert tok.bos_token_id not in build(["abc"], tok=tok, system="S").prompts[0].token_ids
+
+
 def test_messages_and_the_system_prompt():
     tok = tiny_tokenizer()
     messages = [{"role": "user", "content": "abc", "name": None}]

@@ -85,6 +85,15 @@ def test_every_assistant_turn_of_messages_is_trained():
     assert trained == THOUGHT + "<|im_end|>" + "6<|im_end|>"
 
 
+def test_an_answer_in_the_prompt_is_history_and_not_trained():
+    found = build({"prompt": [USER, {**ANSWER, "content": "old"}, USER], "completion": "new"}).demonstrations[
+        0
+    ]
+    before, trained = parts(found)
+    assert "old<|im_end|>" in before
+    assert trained == "new<|im_end|>"
+
+
 def test_other_columns_by_option():
     row = {"question": "a", "solution": "b", "id": 1}
     found = build(row, prompt_column="question", completion_column="solution").demonstrations[0]

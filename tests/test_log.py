@@ -178,6 +178,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
 
     resumed = RunFolder(tmp_path / "cut", resume=True)
     resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert (tmp_path / "cut" / "rollouts.jsonl").stat().st_size == state["rollouts"]  # at once
     run_steps(resumed, range(2, 4))
     assert resumed.state_dict()["metrics"] == whole.state_dict()["metrics"] > 0
     for name in ("metrics.jsonl", "rollouts.jsonl"):

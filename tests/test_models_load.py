@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -138,6 +139,7 @@ def test_stop_ids_are_the_union_of_four_sources() -> None:
         ("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}</s>{% endfor %}", "</s>"),
         ("{% for m in messages %}{{ m['content'] }}  \n<|im_end|>\n</s>{% endfor %}", "<|im_end|>"),
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None),
+        ("{% for m in messages %}{{ m['content'] }} over and out</s>{% endfor %}", None),
         ("{{ messages[0]['content'] }}<|im_end|>", None),
         ("{{ raise_exception('system first') }}", None),
     ],
@@ -175,15 +177,23 @@ def test_dropout_is_off_and_said(tmp_path: Path) -> None:
     assert torch.equal(loaded.model(IDS).logits, tiny_model("llama")(IDS).logits)
 
 
-def test_dropout_of_modules_is_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config_is_read", [True, False])
+def test_dropout_of_modules_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_is_read: bool
+) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.1, embd_pdrop=0.2
     )
     save(GPT2LMHeadModel(config), tiny_tokenizer(), tmp_path / "m")
+    if config_is_read:
+        notes = load(str(tmp_path / "m"), dtype=torch.float32).notes
+        assert "resid_pdrop 0.1" in notes[0] and "embd_pdrop 0.2" in notes[0]
+    else:  # a probability that a model's code sets by itself
+        module = importlib.import_module("razona.models.load")
+        monkeypatch.setattr(module, "_no_dropout", lambda config: [])
     loaded = load(str(tmp_path / "m"), dtype=torch.float32)
-    assert "resid_pdrop 0.1" in loaded.notes[0] and "embd_pdrop 0.2" in loaded.notes[0]
     probabilities = {m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout)}
     assert probabilities == {0.0}
 

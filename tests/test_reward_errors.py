@@ -97,6 +97,15 @@ def test_an_exception_is_named_with_the_completion_that_brings_it_about(fn, time
     assert "fails" in [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
 
 
+def test_a_generator_fails_like_a_function():
+    def generated(completions):
+        yield from fails(completions)
+
+    assert run(generated, groups_of("a")) == [1.0]
+    with pytest.raises(RewardError, match=r"'generated' raised ZeroDivisionError.*Row 7, completion 'bad'"):
+        run(generated, groups_of("a", "bad", row=7), timeout=5.0)
+
+
 def test_a_function_that_leaves_completions_out_is_named_with_the_first_left_out():
     with pytest.raises(RewardError, match=r"returned 1 rewards for 2 completions.*Row 7, completion 'bad'"):
         run(lambda completions: [1.0 for c in completions if c != "bad"], groups_of("a", "bad", row=7))

@@ -29,24 +29,28 @@ def test_ours_do_not_pay_for_empty_thoughts(messages):
 
 
 def test_resolve(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "from beside import VALUE\ndef judge(completions): return [VALUE]\nsetting = 3\n"
-    )
-    (tmp_path / "beside.py").write_text("VALUE = 0.5\n")
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
-    for spec in ("mine.py:judge", f"{tmp_path}/mine.py:judge", "mine:judge"):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        code = (
+            f"from beside_{folder.name} import VALUE\ndef judge(completions): return [VALUE]\nsetting = 3\n"
+        )
+        (folder / f"{folder.name}_mine.py").write_text(code + "setting = 3\n")
+        (folder / f"beside_{folder.name}.py").write_text("VALUE = 0.5\n")
+    (here / "broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p not in ("", ".")])  # as in a console script
+    for spec in (f"{there}/there_mine.py:judge", "here_mine:judge", "here_mine.py:judge"):
         assert run(resolve(spec), groups_of("a")) == [0.5]
-    assert resolve("mine.py:judge") is resolve(f"{tmp_path}/mine.py:judge")
+    assert resolve("here_mine.py:judge") is resolve(f"{here}/here_mine.py:judge")
     for name in ("format", "exact_answer", "length"):
         assert bind([name], columns=("answer",))[0].name == name
     for spec, message in {
         "exact_answr": "no built-in reward 'exact_answr'. Did you mean 'exact_answer'.*file.py:function",
-        "mine.py": "no built-in reward 'mine.py'",
-        "mine.py:juge": "mine.py has no function 'juge'. Did you mean 'judge'\\? It has: judge",
-        "mine.py:setting": "has no function but a value 'setting'",
-        "mien.py:judge": "There is no file mien.py .* Did you mean 'mine.py'",
+        "here_mine.py": "no built-in reward 'here_mine.py'",
+        "here_mine.py:juge": "mine.py has no function 'juge'. Did you mean 'judge'\\? It has: judge",
+        "here_mine.py:setting": "has no function but a value 'setting'",
+        "here_mien.py:judge": "There is no file here_mien.py .* Did you mean 'here_mine.py'",
         "broken.py:judge": "broken.py cannot be run: ZeroDivisionError",
         "no.such.module:judge": "'no.such.module' cannot be imported: ModuleNotFoundError",
     }.items():

@@ -94,6 +94,15 @@ class Batch:
         """Adds token weights, counted over this whole batch: call it on what one optimizer step trains on."""
         return replace(self, weights=weight_fn(self.loss_mask))
 
+    def with_signal(self) -> Batch:
+        """Only rows with an advantage other than 0: without a KL term the others' gradient is exactly 0. When there are
+        none, one group remains, so that something is measured."""
+        assert self.advantages is not None
+        rows = [row for row, any_ in enumerate((self.advantages != 0).any(1).tolist()) if any_]
+        if len(rows) == len(self):
+            return self
+        return self.select(rows or self._rows_of(self.group_of[0]))
+
     def minibatches(self, count: int, *, epochs: int, seed: int) -> Iterator[Batch]:
         """``count`` parts of whole groups per epoch, in a new order each time. One part and one epoch: itself."""
         if count == 1 and epochs == 1:

@@ -70,35 +70,36 @@ class Console:
 
     def samples(self, title: str, records: Sequence[Mapping[str, Any]], *, max_chars: int = 600) -> None:
         """A table of completions: records as ``razona.log.rollout_records`` makes them."""
-        table = Table(title=Text(title), title_justify="left", show_lines=True, expand=True)
+        table = Table(title=title, title_justify="left", show_lines=True, expand=True)
         table.add_column("prompt", ratio=2)
         table.add_column("completion", ratio=4)
         table.add_column("reward", no_wrap=True)
         for record in records:
             table.add_row(
-                Text(shorten(prompt_text(record["prompt"]), max_chars)),
-                Text(shorten(record["completion"], max_chars) + ENDINGS.get(record["finish_reason"], "")),
-                Text("\n".join(_reward_lines(record))),
+                shorten(prompt_text(record["prompt"]), max_chars),
+                shorten(record["completion"], max_chars) + ENDINGS.get(record["finish_reason"], ""),
+                "\n".join(_reward_lines(record)),
             )
         self._rich.print(table)
 
     @contextmanager
-    def progress(self, description: str, total: int) -> Iterator[Callable[..., None]]:
-        """Yields ``advance(n=1)``. A bar with the time left on a terminal; elsewhere a line now and then."""
+    def progress(self, description: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+        """Yields ``advance(n=1)``, from ``done``. A bar with the time left on a terminal; elsewhere a line now and
+        then."""
         if not self._rich.is_terminal:
-            yield self._plain_progress(description, total)
+            yield self._plain_progress(description, total, done)
             return
         columns = (
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
         with Progress(*columns, console=self._rich) as bar:
-            task = bar.add_task(description, total=total)
+            task = bar.add_task(description, total=total, completed=done)
             yield lambda n=1: bar.advance(task, n)
 
-    def _plain_progress(self, description: str, total: int) -> Callable[..., None]:
+    def _plain_progress(self, description: str, total: int, before: int) -> Callable[..., None]:
         start = said = self._clock()
-        done = 0
+        done = before
 
         def advance(n: int = 1) -> None:
             nonlocal done, said
@@ -107,7 +108,7 @@ class Console:
             if done < total and now - said < PLAIN_SECONDS:
                 return
             said = now
-            left = (now - start) / done * (total - done) if done else 0.0
+            left = (now - start) / max(1, done - before) * (total - done)
             self.print(
                 f"{description} {done}/{total}  elapsed {clock_text(now - start)}  left {clock_text(left)}"
             )

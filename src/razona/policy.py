@@ -79,13 +79,16 @@ class Policy:
         return result
 
     def update(self) -> float:
-        """One optimizer step on the accumulated gradients. Returns their norm before clipping; a norm that is not
-        finite updates nothing."""
+        """One optimizer step on the accumulated gradients. Returns their norm before clipping.
+
+        A norm of exactly 0 (nothing to learn from) or one that is not finite changes nothing: AdamW would go on by
+        momentum alone, or be poisoned for good.
+        """
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = self.learning_rate(self.updates)
         gradients = [p.grad for p in self.masters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if torch.isfinite(norm):
+        if torch.isfinite(norm) and norm > 0:
             if self.config.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
             self.optimizer.step()
@@ -94,9 +97,9 @@ class Policy:
         self.updates += 1
         return norm.item()
 
-    def learning_rate(self) -> float:
-        """Of the next update: linear warm-up, then the schedule."""
-        config, done = self.config, self.updates
+    def learning_rate(self, done: int) -> float:
+        """Of the update after ``done`` ones: linear warm-up, then the schedule."""
+        config = self.config
         if done < config.warmup_steps:
             return config.learning_rate * (done + 1) / config.warmup_steps
         if config.schedule == "constant":

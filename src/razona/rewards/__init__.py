@@ -1,12 +1,13 @@
 """Reward functions: bound to the data's columns by name, called, and checked."""
 
 from razona.rewards.library import completion_text, exact_answer, extract_answer, length, think_format
-from razona.rewards.protocol import BoundReward, bind, score
+from razona.rewards.protocol import BoundReward, RewardSpec, bind, score
 from razona.rewards.resolve import BUILT_IN, resolve
 
 __all__ = [
     "BUILT_IN",
     "BoundReward",
+    "RewardSpec",
     "bind",
     "completion_text",
     "exact_answer",

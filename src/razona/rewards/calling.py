@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -54,7 +54,7 @@ def _call_plain(function: Callable[..., Any], arguments: dict[str, Any], timeout
         try:
             answer = function(**arguments)
             # A generator does its work, and fails, when it is read.
-            future.set_result(list(answer) if inspect.isgenerator(answer) else answer)
+            future.set_result(list(answer) if isinstance(answer, Iterator) else answer)
         except Exception as error:
             future.set_result(error)
         except BaseException as error:  # SystemExit in a thread would be lost

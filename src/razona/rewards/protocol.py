@@ -19,6 +19,10 @@ from razona.types import Group
 ALWAYS = ("prompts", "completions", "completion_ids")
 
 
+RewardSpec = Callable[..., Any] | str
+"""A reward function, or what ``resolve`` finds one by."""
+
+
 @dataclass(frozen=True)
 class BoundReward:
     """A reward function that fits the data. ``parameters`` are the names it is called with (None: all)."""
@@ -34,7 +38,7 @@ class BoundReward:
 
 
 def bind(
-    reward_fns: Sequence[Callable[..., Any] | str],
+    reward_fns: Sequence[RewardSpec],
     *,
     columns: Sequence[str],
     names: Sequence[str] | None = None,

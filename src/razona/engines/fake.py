@@ -1,0 +1,59 @@
+"""An engine without a model, for tests: every token comes from one fixed distribution over a small vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from razona.engines.sampling import draw, uniforms
+from razona.types import Completion, Group, Prompt, Sampling
+
+
+class FakeEngine:
+    """Draws tokens from ``softmax(logits)``, whatever the prompt; a token's text is ``words[token]``."""
+
+    def __init__(
+        self, words: Sequence[str], *, stop_token_ids: Sequence[int], logits: Sequence[float] | None = None
+    ) -> None:
+        self.words = tuple(words)
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.logits = torch.tensor(logits if logits is not None else [0.0] * len(words))
+        self.version = 0
+
+    def load_weights(self, policy: Any, *, version: int) -> None:
+        """There are no weights; the version is remembered."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]
+    ) -> list[Group]:
+        """As `Engine.generate`."""
+        return [
+            Group(prompt, tuple(self._complete(seed, sampling) for seed in group_seeds))
+            for prompt, group_seeds in zip(prompts, seeds, strict=True)
+        ]
+
+    def _complete(self, seed: int, sampling: Sampling) -> Completion:
+        uniform = uniforms([seed], sampling.max_completion_length)[0]
+        tokens, logprobs = draw(self.logits.expand(len(uniform), -1), uniform, sampling)
+        stops = {*self.stop_token_ids, *sampling.stop_token_ids}
+        end = next((i for i, token in enumerate(tokens.tolist()) if token in stops), None)
+        length = len(tokens) if end is None else end + 1
+        kept = tokens.tolist()[:length]
+        return Completion(
+            token_ids=tuple(kept),
+            logprobs=tuple(logprobs.tolist()[:length]),
+            text=" ".join(self.words[token] for token in kept[:end]),
+            finish_reason="length" if end is None else "stop",
+            policy_version=self.version,
+        )
+
+    def logprob(self, token: int) -> float:
+        """Log-prob of a token at temperature 1."""
+        return math.log(self.logits.softmax(-1)[token].item())

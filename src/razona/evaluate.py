@@ -1,0 +1,106 @@
+"""Held-out evaluation: means over prompts with standard errors, during training and as `razona eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from razona.advantages import total_rewards
+from razona.config import OptimizerConfig
+from razona.config.check import validate
+from razona.config.commands import EvaluateConfig
+from razona.console import Console
+from razona.data import load_rows
+from razona.engines.hf import HFEngine
+from razona.log import rollout_records
+from razona.metrics import mean_and_error
+from razona.rewards import BoundReward, bind
+from razona.rollout import completion_seeds, score_groups
+from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+from razona.types import Engine, Group, Prompt, Sampling
+
+EVAL_STEP = -1  # in place of a step in the seeds: every evaluation draws with the same ones, so differences are smaller
+
+
+class Evaluator:
+    """Held-out prompts and what to measure on them. Call it with an engine to get ``eval/...`` figures."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        rewards: Sequence[BoundReward],
+        *,
+        sampling: Sampling,
+        seed: int,
+        reward_timeout: float,
+    ) -> None:
+        self.prompts, self.rewards, self.sampling = list(prompts), list(rewards), sampling
+        self.seed, self.reward_timeout = seed, reward_timeout
+        self.records: list[dict[str, Any]] = []
+
+    def __call__(self, engine: Engine) -> dict[str, float]:
+        """Every reward's mean over prompts and its standard error, under ``eval/NAME`` and ``eval/NAME/error``; also
+        ``eval/reward`` (the weighted sum), ``eval/completion_length`` and ``eval/truncated``.
+
+        The completions stay in ``records`` until the next call.
+        """
+        seeds = completion_seeds(self.prompts, self.sampling.group_size, seed=self.seed, step=EVAL_STEP)
+        groups = engine.generate(self.prompts, self.sampling, seeds=seeds)
+        values = score_groups(groups, self.rewards, timeout=self.reward_timeout)
+        totals = total_rewards(values, tuple(b.weight for b in self.rewards))
+        self.records = rollout_records(
+            EVAL_STEP,
+            groups,
+            rewards=values.tolist(),
+            reward_names=[b.name for b in self.rewards],
+            totals=totals.tolist(),
+            advantages=totals.mul(0).nan_to_num(0).tolist(),
+        )
+        series = {f"eval/{b.name}": values[..., index] for index, b in enumerate(self.rewards)}
+        metrics = {}
+        for name, per_completion in {**series, "eval/reward": totals}.items():
+            metrics[name], metrics[f"{name}/error"] = mean_and_error(per_completion.nanmean(1))
+        return metrics | _lengths(groups)
+
+
+def _lengths(groups: Sequence[Group]) -> dict[str, float]:
+    completions = [completion for group in groups for completion in group.completions]
+    return {
+        "eval/completion_length": sum(len(c.token_ids) for c in completions) / len(completions),
+        "eval/truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
+    }
+
+
+def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:
+    """`razona eval`: score a model on a data set. ``rows`` stands in for ``config.data.path`` (see `load_rows`)."""
+    validate(config)
+    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    rewards = bind(config.rewards, columns=table.renamed(config.data.rename).columns)
+    loaded = load_model(config.model, console)
+    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
+    prompts = prompts[: config.num_prompts or None]
+    for notice in (line for b in rewards for line in b.notices):
+        console.note(notice)
+    policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
+    engine = make_engine(policy, loaded, console)
+    evaluator = Evaluator(
+        prompts, rewards, sampling=config.sampling, seed=config.seed, reward_timeout=config.reward_timeout
+    )
+    kind = "transformers' generate" if isinstance(engine, HFEngine) else "the native engine"
+    console.print(
+        f"evaluating {config.model.name} on {len(prompts)} prompts x {config.sampling.group_size} completions, "
+        f"temperature {config.sampling.temperature:g}, with {kind}"
+    )
+    metrics = evaluator(engine)
+    console.samples("some completions", evaluator.records[:3])
+    for name, value in metrics.items():
+        if not name.endswith("/error"):
+            error = metrics.get(f"{name}/error")
+            console.print(f"{name:<28} {value:.4f}" + (f" +- {error:.4f}" if error is not None else ""))
+    if config.output:
+        lines = [json.dumps({k: v for k, v in record.items() if k != "advantage"}) for record in evaluator.records]
+        Path(config.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        console.print(f"completions and scores are in {config.output}")
+    return {"model": config.model.name, "prompts": len(prompts), **metrics}

@@ -1,0 +1,54 @@
+"""`razona generate`: completions for prompts from the command line or a data set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from razona.config import OptimizerConfig
+from razona.config.check import validate
+from razona.config.commands import GenerateConfig
+from razona.console import Console, prompt_text
+from razona.data import load_rows
+from razona.rollout import completion_seeds
+from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+
+
+def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:
+    """Samples ``sampling.group_size`` completions per prompt; prints them or writes them to ``config.output``.
+
+    Prompts given as text are put to a chat model as what the user says. ``rows`` stand in for ``config.data.path``.
+    """
+    validate(config)
+    loaded = load_model(config.model, console)
+    if config.prompts:
+        chat = bool(loaded.tokenizer.chat_template)
+        texts = [[{"role": "user", "content": text}] if chat else text for text in config.prompts]
+        rows = [{config.data.prompt_column: text} for text in texts]
+    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)[: config.num_prompts or None]
+    policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
+    engine = make_engine(policy, loaded, console)
+    seeds = completion_seeds(prompts, config.sampling.group_size, seed=config.seed, step=0)
+    groups = engine.generate(prompts, config.sampling, seeds=seeds)
+    records = [
+        {
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.input,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "n_tokens": len(completion.token_ids),
+        }
+        for group in groups
+        for completion in group.completions
+    ]
+    if config.output:
+        Path(config.output).write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        console.print(f"{len(records)} completions are in {config.output}")
+    else:
+        for record in records:
+            cut = " [cut off]" if record["finish_reason"] == "length" else ""
+            console.print(f"\n>>> {prompt_text(record['prompt'])}", style="bold")
+            console.print(record["completion"] + cut)
+    return {"model": config.model.name, "completions": records}

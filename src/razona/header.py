@@ -1,0 +1,77 @@
+"""The header of a run: in words, what it optimises, with what, and what is not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from razona.config import GRPOConfig
+from razona.objective import Objective
+from razona.policy import Policy
+from razona.rewards import BoundReward
+
+
+def describe(
+    config: GRPOConfig, objective: Objective, policy: Policy, rewards: Sequence[BoundReward], num_prompts: int
+) -> str:
+    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, tokens per step."""
+    sampling, completions = config.sampling, config.prompts_per_step * config.sampling.group_size
+    lines = {
+        "optimises": " + ".join(f"{b.weight:g} x {b.name}" for b in rewards) + f", by {objective.name}",
+        "advantage": objective.words["advantage"],
+        "averages": objective.words["aggregation"],
+        "clip": _clip(config, objective),
+        "KL": _kl(config, objective),
+        "models": _models(config, policy),
+        "one step": (
+            f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
+            f"{sampling.max_completion_length} tokens = {completions} completions, at temperature {sampling.temperature:g}"
+            f"{_truncation(config)}; {_updates(config)}"
+        ),
+        "data": f"{num_prompts} prompts, an epoch is {num_prompts / config.prompts_per_step:.3g} steps",
+    }
+    return "\n".join(f"{name:>10}: {text}" for name, text in lines.items())
+
+
+def _updates(config: GRPOConfig) -> str:
+    count = config.minibatches_per_rollout * config.epochs_per_rollout
+    return f"{count} update{'s' if count > 1 else ''} per rollout"
+
+
+def _clip(config: GRPOConfig, objective: Objective) -> str:
+    low, high = objective.clip
+    bounds = f"ratio in [{1 - low:g}, {1 + high:g}]"
+    if config.minibatches_per_rollout * config.epochs_per_rollout == 1:
+        return f"{bounds}, but it cannot act: one update per rollout, so the ratio is exactly 1"
+    return bounds
+
+
+def _kl(config: GRPOConfig, objective: Objective) -> str:
+    if objective.kl_coef:
+        return f"{objective.kl_coef:g} x {objective.words['kl']} to the starting policy, in the loss"
+    if config.measure_kl_every:
+        return f"none in the loss; measured every {config.measure_kl_every} steps against the starting policy"
+    return "none in the loss; KL not measured (measure_kl_every = 0)"
+
+
+def _models(config: GRPOConfig, policy: Policy) -> str:
+    size = sum(p.numel() for p in policy.compute) / 1e6
+    numbers = {
+        "bf16": "bf16 compute, fp32 masters",
+        "fp32": "fp32",
+        "pure_bf16": "bf16 weights without fp32 masters",
+    }[config.model.precision]
+    reference = "; the reference's weights lie on disk" if config.objective.kl_coef or config.measure_kl_every else ""
+    return f"one, {size:.0f} M trained parameters, {numbers}; it samples from itself{reference}"
+
+
+def _truncation(config: GRPOConfig) -> str:
+    sampling = config.sampling
+    parts = [
+        f"top_p {sampling.top_p:g}" if sampling.top_p < 1 else "",
+        f"top_k {sampling.top_k}" if sampling.top_k else "",
+        f"min_p {sampling.min_p:g}" if sampling.min_p else "",
+    ]
+    named = [part for part in parts if part]
+    if not named:
+        return ""
+    return f", {', '.join(named)} (the sampler's distribution is then not the trainer's: mismatch is not 0)"

@@ -1,0 +1,129 @@
+"""What a step measured, under the names the field uses. docs/run-folder.md lists them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from razona.advantages import flat_groups, total_rewards
+from razona.batch import Batch
+from razona.losses.kl import kl_k1, kl_k3
+from razona.losses.policy import clip_fractions, ratio
+from razona.rewards import BoundReward
+from razona.types import Group
+
+
+def rollout_metrics(groups: Sequence[Group], rewards: Tensor, bound: Sequence[BoundReward]) -> dict[str, float]:
+    """Of what was sampled. ``rewards`` ``[P, G, R]``.
+
+    ``frac_zero_std`` is the share of groups that teach nothing, ``reward_std`` the mean deviation within groups,
+    ``entropy`` the mean of -log p over sampled tokens (an estimate, in nats).
+    """
+    totals = total_rewards(rewards, tuple(b.weight for b in bound))
+    completions = [c for group in groups for c in group.completions]
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
+    texts = [{c.token_ids for c in group.completions} for group in groups]
+    metrics = {
+        "reward": _mean(totals),
+        "reward_std": _mean(_within_std(totals)),
+        "frac_zero_std": flat_groups(totals).double().mean().item(),
+    }
+    for index, reward in enumerate(bound):
+        values = rewards[..., index]
+        metrics[f"reward/{reward.name}"] = _mean(values)
+        metrics[f"reward/{reward.name}/std"] = _mean(_within_std(values))
+        abstained = values.isnan().double().mean().item()
+        if abstained:
+            metrics[f"reward/{reward.name}/abstained"] = abstained
+    metrics |= {
+        "completion_length": lengths.mean().item(),
+        "completion_length/min": lengths.min().item(),
+        "completion_length/max": lengths.max().item(),
+        "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "unique": sum(len(t) for t in texts) / len(completions),
+        "entropy": -sum(sum(c.logprobs) for c in completions) / lengths.sum().item(),
+        "tokens": lengths.sum().item(),
+    }
+    return metrics
+
+
+class UpdateMeter:
+    """Sums over the micro-batches of a step what the updates saw; token means at the end."""
+
+    def __init__(self, clip: tuple[float, float]) -> None:
+        self.clip = clip
+        self.loss = 0.0
+        self.grad_norms: list[float] = []
+        self.sums: dict[str, float] = {}
+        self.tokens = 0
+        self.extremes: dict[str, float] = {}
+
+    @torch.no_grad()
+    def add(self, micro: Batch, logprobs: Tensor, old: Tensor, loss: Tensor) -> None:
+        """One micro-batch: the log-probs it was trained with, the old ones, its part of the loss.
+
+        ``old`` are the trainer's log-probs under the weights that sampled, so against the sampler's own they measure
+        the mismatch of the two passes.
+        """
+        mask = micro.loss_mask
+        assert micro.sampler_logprobs is not None
+        difference = (old - micro.sampler_logprobs)[mask].abs()
+        self._sum("mismatch/exact_share", (difference == 0).sum())
+        self._sum("mismatch/mean_abs", difference.sum())
+        self._most("mismatch/max_abs", difference.max())
+        self.loss += loss.item()
+        self.tokens += int(mask.sum())
+        assert micro.advantages is not None
+        low, high = self.clip
+        below, above = clip_fractions(logprobs, old, micro.advantages, mask, clip_low=low, clip_high=high)
+        self._sum("clip/low", below.sum())
+        self._sum("clip/high", above.sum())
+        rho = ratio(logprobs, old, mask)[mask]
+        self._sum("ratio", rho.sum())
+        self._most("ratio/max", rho.max())
+        if micro.ref_logprobs is not None:
+            self._sum("kl", torch.where(mask, kl_k3(logprobs, micro.ref_logprobs, mask), 0.0).sum())
+            self._sum("kl/k1", torch.where(mask, kl_k1(logprobs, micro.ref_logprobs, mask), 0.0).sum())
+
+    def updated(self, grad_norm: float) -> None:
+        """After an optimizer update, its gradient norm before clipping."""
+        self.grad_norms.append(grad_norm)
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: total / self.tokens for name, total in self.sums.items()}
+        updates = max(1, len(self.grad_norms))
+        return {
+            "loss": self.loss / updates,
+            "grad_norm": sum(self.grad_norms) / updates,
+            "trained_tokens": float(self.tokens),
+            **means,
+            **self.extremes,
+        }
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def _most(self, name: str, value: Tensor) -> None:
+        self.extremes[name] = max(self.extremes.get(name, -math.inf), float(value))
+
+
+def mean_and_error(per_prompt: Tensor) -> tuple[float, float]:
+    """Mean over prompts and its standard error (sample deviation / sqrt(n)); nan values are left out."""
+    values = per_prompt[~per_prompt.isnan()]
+    if not len(values):
+        return math.nan, math.nan
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return values.mean().item(), error
+
+
+def _mean(values: Tensor) -> float:
+    return values.nanmean().item()
+
+
+def _within_std(values: Tensor) -> Tensor:
+    """Population deviation within each group ``[P, G] -> [P]``, abstentions left out."""
+    centred = values - values.nanmean(1, keepdim=True)
+    return centred.square().nanmean(1).sqrt()

@@ -1,0 +1,1 @@
+"""Tasks: each owns its prompts, its reward and its evaluation."""

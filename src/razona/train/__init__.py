@@ -1,0 +1,1 @@
+"""Loops: one file, one loop. They never import each other."""

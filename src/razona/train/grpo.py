@@ -1,0 +1,231 @@
+"""The GRPO loop: prompts -> rollouts -> rewards -> advantages -> loss -> update. Read `train` downward.
+
+The loop knows no algorithm by name: an `Objective` brings the advantage, the loss and the weights.
+Shapes: P prompts, G completions of a prompt, R reward functions, B = P * G sequences, T completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from razona.advantages import total_rewards
+from razona.batch import collate
+from razona.config import GRPOConfig
+from razona.config.check import validate
+from razona.console import Console
+from razona.data import PromptSource, load_rows
+from razona.evaluate import Evaluator
+from razona.header import describe
+from razona.log import Phases, RunFolder, rollout_records
+from razona.losses.weights import masked_sum
+from razona.metrics import UpdateMeter, rollout_metrics
+from razona.models import save
+from razona.objective import Objective, dr_grpo, grpo
+from razona.policy import Policy, Reference
+from razona.progress import Interrupt, Progress, finish, open_run, restore, save_run
+from razona.rewards import BoundReward, RewardSpec, bind
+from razona.rollout import collect
+from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+from razona.types import Engine, Prompt
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. Those with a ``state_dict`` are what a checkpoint holds."""
+
+    policy: Policy
+    reference: Reference | None
+    engine: Engine
+    source: PromptSource[Prompt]
+    rewards: Sequence[BoundReward]
+    evaluator: Evaluator | None
+    log: RunFolder
+    progress: Progress
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
+
+
+def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Console) -> dict[str, Any]:
+    """Trains from ``parts.progress.step`` to ``config.run.num_steps``. Returns the last step's metrics."""
+    policy, engine, reference, progress = parts.policy, parts.engine, parts.reference, parts.progress
+    temperature, budget = config.sampling.temperature, config.tokens_per_microbatch
+    several_updates = config.minibatches_per_rollout * config.epochs_per_rollout > 1
+    metrics: dict[str, float] = {}
+    phases = Phases()
+
+    with Interrupt(console) as interrupt, console.progress("GRPO", config.run.num_steps, progress.step) as advance:
+        for step in range(progress.step, config.run.num_steps):
+            # Sample and score.
+            engine.load_weights(policy, version=step)
+            groups, rewards = collect(
+                engine,
+                parts.source,
+                parts.rewards,
+                num_prompts=config.prompts_per_step,
+                sampling=config.sampling,
+                seed=config.run.seed,
+                step=step,
+                reward_timeout=config.reward_timeout,
+                phases=phases,
+            )
+            rollout = collate(groups, rewards).to(policy.device)
+
+            # Only the passes that are needed: with one update per rollout the old policy is the present one.
+            measure_kl = objective.kl_coef > 0 or _due(step, config.measure_kl_every)
+            with torch.no_grad(), phases("score"):
+                if several_updates:
+                    rollout = rollout.with_old(policy, temperature=temperature, budget=budget)
+                if reference is not None and measure_kl:
+                    rollout = rollout.with_reference(reference, temperature=temperature, budget=budget)
+
+            weights = tuple(b.weight for b in parts.rewards)
+            rollout = rollout.with_advantages(objective.advantage_fn, reward_weights=weights)
+            meter = UpdateMeter(objective.clip)
+            for minibatch in rollout.minibatches(
+                config.minibatches_per_rollout, epochs=config.epochs_per_rollout, seed=step
+            ):
+                minibatch = minibatch.weighted(objective.weight_fn)  # counts of this optimizer update
+                if not measure_kl:
+                    minibatch = minibatch.with_signal()  # where every advantage is 0 the gradient is too
+                for micro in minibatch.split(budget):
+                    with phases("train"):
+                        logprobs = policy.logprobs(micro, temperature=temperature)  # [b, T]
+                        old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+                        token_loss = objective.loss_fn(logprobs, old, micro.advantages, micro.loss_mask)
+                        if objective.kl_coef:
+                            kl = objective.kl_fn(logprobs, micro.ref_logprobs, old, micro.loss_mask)
+                            token_loss = token_loss + objective.kl_coef * kl
+                        loss = masked_sum(token_loss, micro.weights)
+                        loss.backward()
+                    meter.add(micro, logprobs, old, loss)
+                with phases("optimizer"):
+                    meter.updated(policy.update())
+
+            # What happened, for people and for files.
+            learning_rate = policy.learning_rate(policy.updates - 1)
+            metrics = rollout_metrics(groups, rewards, parts.rewards) | meter.metrics() | {"lr": learning_rate}
+            records = rollout_records(
+                step + 1,
+                groups,
+                rewards=rewards.tolist(),
+                reward_names=[b.name for b in parts.rewards],
+                totals=total_rewards(rewards, weights).tolist(),
+                advantages=rollout.advantages[:, 0].reshape(rewards.shape[:2]).tolist(),
+            )
+            progress.step = step + 1
+            last = step + 1 == config.run.num_steps or interrupt.wanted
+            if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
+                with phases("eval"):
+                    metrics |= parts.evaluator(engine)
+                progress.judge(metrics, config.eval.best_metric or "eval/reward")
+            parts.log.log(step + 1, metrics)
+            parts.log.log_rollouts(records)
+            if last or progress.is_best or _due(step + 1, config.run.save_every):
+                with phases("checkpoint"):
+                    save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
+            seconds = phases.pop()
+            parts.log.log_timings(step + 1, seconds)
+            console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
+            if _due(step + 1, config.run.print_every):
+                console.samples(f"step {step + 1}: completions of one prompt", records[: config.sampling.group_size][:3])
+            advance()
+            if interrupt.wanted:
+                break
+    return metrics | {"step": progress.step, "interrupted": progress.step < config.run.num_steps}
+
+
+def run(
+    config: GRPOConfig,
+    *,
+    console: Console | None = None,
+    dry_run: bool = False,
+    rows: Any = None,
+    eval_rows: Any = None,
+    reward_fns: Sequence[RewardSpec] = (),
+    eval_reward_fns: Sequence[RewardSpec] = (),
+    objective: Objective | None = None,
+) -> dict[str, Any]:
+    """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
+
+    ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns`` for
+    ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is written.
+    """
+    validate(config)
+    console = console or Console()
+    reward_fns = tuple(reward_fns) or config.rewards
+    reward_weights = config.objective.reward_weights or None
+    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    rewards = bind(reward_fns, columns=table.renamed(config.data.rename).columns, weights=reward_weights)
+    loaded = load_model(config.model, console)
+    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
+    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
+        if notice:
+            console.note(notice)
+
+    evaluator = None
+    if config.eval.data or eval_rows is not None:
+        held_out = load_rows(config.eval.data if eval_rows is None else eval_rows)
+        eval_fns = tuple(eval_reward_fns) or config.eval.rewards
+        evaluator = Evaluator(
+            fitting_prompts(held_out, loaded, config.data, config.sampling, console),
+            bind(
+                eval_fns or reward_fns,
+                columns=held_out.renamed(config.data.rename).columns,
+                weights=None if eval_fns else reward_weights,
+            ),
+            sampling=replace(
+                config.sampling, group_size=config.eval.samples, temperature=config.eval.temperature
+            ),
+            seed=config.run.seed,
+            reward_timeout=config.reward_timeout,
+        )
+
+    updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
+    policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
+    objective = objective or objective_from(config)
+    console.print(describe(config, objective, policy, rewards, len(prompts)))
+    if dry_run:
+        console.print("dry run: everything fits; nothing was sampled, trained or written.")
+        return {"dry_run": True, "prompts": len(prompts)}
+
+    log = open_run(config, console, model=loaded.name, fingerprint=table.fingerprint)
+    parts = Parts(
+        policy=policy,
+        reference=policy.reference(log.path) if config.objective.kl_coef or config.measure_kl_every else None,
+        engine=make_engine(policy, loaded, console),
+        source=source,
+        rewards=rewards,
+        evaluator=evaluator,
+        log=log,
+        progress=Progress(),
+    )
+    restore(parts.log, parts.state, console)
+    result = train(config, objective, parts, console)
+    save(policy.model, policy.tokenizer, log.path / "model")
+    return finish(log, parts.progress, result, console)
+
+
+def objective_from(config: GRPOConfig) -> Objective:
+    """The objective that the configuration names."""
+    chosen = config.objective
+    options: dict[str, Any] = {
+        "clip_low": chosen.clip_low,
+        "clip_high": chosen.clip_high,
+        "std": chosen.std,
+        "weights": chosen.weights,
+        "kl_coef": chosen.kl_coef,
+        "kl_estimator": chosen.kl_estimator,
+        "max_tokens": config.sampling.max_completion_length,
+    }
+    return {"grpo": grpo, "dr_grpo": dr_grpo}[chosen.name](**options)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
