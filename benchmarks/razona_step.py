@@ -1,7 +1,8 @@
-"""razona's GRPO step, timed: the loop of `razona.train.grpo` as it is, at its defaults, without stop tokens."""
+"""razona's GRPO step, timed: the loop of `razona.train.grpo` at its defaults, without stop tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -74,9 +75,7 @@ def config_for(case: Case, model: str, steps: int, output_dir: str) -> GRPOConfi
         model=ModelConfig(name=model),
         data=DataConfig(),
         sampling=Sampling(group_size=case.group_size, max_completion_length=case.length),
-        run=RunConfig(
-            output_dir=output_dir, num_steps=steps + 1, print_every=0
-        ),  # the last step is not reached
+        run=RunConfig(output_dir=output_dir, num_steps=steps + 1, print_every=0),  # one is never run
         prompts_per_step=len(case.questions),
     )
 
@@ -92,9 +91,7 @@ def main() -> None:
     steps = options.steps + 1
     with tempfile.TemporaryDirectory() as folder:
         config = config_for(case, options.model, steps, folder)
-        loaded = replace(
-            load_model(config.model, console), stop_token_ids=()
-        )  # nothing ends a completion early
+        loaded = replace(load_model(config.model, console), stop_token_ids=())  # lengths are forced
         policy = make_policy(loaded, config.model, config.optimizer, total_updates=steps)
         rows = load_rows([{"prompt": prompt} for prompt in case.prompts])
         prompts = build_prompts(rows, loaded.tokenizer, config.data).prompts
@@ -109,10 +106,8 @@ def main() -> None:
             log=TimedLog(folder, clock, steps),
             progress=Progress(),
         )
-        try:
+        with contextlib.suppress(Measured):
             train(config, grpo(), parts, console)
-        except Measured:
-            pass
     lengths = [len(completion.token_ids) for group in engine.groups for completion in group.completions]
     report(clock, [len(group.prompt.token_ids) for group in engine.groups], lengths)
 

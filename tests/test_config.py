@@ -23,7 +23,7 @@ from razona.config import (
     SFTConfig,
 )
 from razona.config.check import validate
-from razona.config.load import SHORT_FLAGS, diff_configs, load_config, merge, to_dict
+from razona.config.load import SHORT_FLAGS, load_config, merge
 from razona.errors import ConfigError
 from razona.types import Sampling
 
@@ -101,11 +101,9 @@ def test_python_toml_and_flags_mean_the_same_for_every_option(cls: type, tmp_pat
         from_toml, from_flags = load_config(cls, file), load_config(cls, None, as_flags(path, value))
         assert in_python == from_toml == from_flags != cls(), path
         assert type(from_toml) is type(from_flags) is cls
-        assert (
-            json.dumps(to_dict(in_python))
-            == json.dumps(to_dict(from_toml))
-            == json.dumps(to_dict(from_flags))
-        ), path
+        assert repr(in_python) == repr(from_toml) == repr(from_flags), (
+            path
+        )  # 1 == 1.0, but it prints otherwise
         count += 1
     assert count >= 5
 
@@ -231,38 +229,6 @@ def test_defaults_are_valid_and_survive_json() -> None:
     for cls in COMMANDS:
         config = cls()
         validate(config)
-        assert merge(cls(), json.loads(json.dumps(to_dict(config)))) == config
+        assert merge(cls(), json.loads(json.dumps(dataclasses.asdict(config)))) == config
     greedy = EvaluateConfig(sampling=Sampling(group_size=1, temperature=0.0))
     validate(greedy)  # greedy is for evaluation
-
-
-def test_resume_names_what_changed() -> None:
-    saved = json.loads(json.dumps(to_dict(GRPOConfig())))
-    assert diff_configs(saved, GRPOConfig()) == []
-    run = RunConfig(num_steps=200, resume=True, save_every=5, print_every=1)
-    assert diff_configs(saved, GRPOConfig(run=run)) == []
-    changed = GRPOConfig(
-        sampling=Sampling(group_size=16), data=DataConfig(rename={"a": "b"}), rewards=("format",)
-    )
-    assert diff_configs(saved, changed) == [
-        "data.rename: {} -> {'a': 'b'}",
-        "rewards: [] -> ['format']",
-        "sampling.group_size: 8 -> 16",
-    ]
-
-
-def test_resume_refuses_more_steps_under_a_schedule_that_ends() -> None:
-    cosine = OptimizerConfig(schedule="cosine")
-    saved = to_dict(GRPOConfig(optimizer=cosine))
-    longer = GRPOConfig(optimizer=cosine, run=RunConfig(num_steps=200))
-    assert diff_configs(saved, longer) == [
-        "run.num_steps: 100 -> 200 (the cosine schedule ends at run.num_steps)"
-    ]
-
-
-def test_resume_across_versions() -> None:
-    saved = to_dict(GRPOConfig())
-    del saved["sampling"]["min_p"]  # saved before the option existed
-    saved["run"]["gone"] = 3
-    assert diff_configs(saved, GRPOConfig()) == ["run.gone: 3 -> no such option any more"]
-    assert diff_configs(saved, GRPOConfig(sampling=Sampling(min_p=0.1)))[0] == "sampling.min_p: 0.0 -> 0.1"

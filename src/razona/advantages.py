@@ -1,8 +1,9 @@
 """Advantages from group rewards: ``[P, G]`` in, ``[P, G]`` out. Pure functions.
 
-nan means "this completion could not be judged": it enters no mean and no deviation, and its advantage is 0. So is that
-of a completion that is the only judged one of its group. A group whose rewards differ by at most 1e-9 teaches nothing
-and gets exactly 0: dividing rounding noise by a tiny deviation would turn it into advantages of size 1.
+nan means "this completion could not be judged": it enters no mean and no deviation, and its advantage is 0.
+So is that of a completion that is the only judged one of its group. A group whose rewards differ by at most
+1e-9 teaches nothing and gets exactly 0: dividing rounding noise by a tiny deviation would turn it into
+advantages of size 1.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Std = Literal["population", "sample", "none"]
 def group_normalized(rewards: Tensor, *, std: Std = "population", eps: float = 1e-4) -> Tensor:
     """``(r - mean) / (std + eps)`` within each group (GRPO, arXiv 2402.03300 section 4.1.2).
 
-    ``std`` divides by the deviation with G ("population", numpy's default), with G - 1 ("sample", as TRL and verl do),
-    or not at all ("none"). Computed in float64.
+    ``std`` divides by the deviation with G ("population", numpy's default), with G - 1 ("sample", as TRL and
+    verl do), or not at all ("none"). Computed in float64.
 
     >>> group_normalized(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).round(decimals=2).tolist()
     [[0.96, -0.58, -1.35, 0.96]]
@@ -42,7 +43,8 @@ def group_centered(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """``r_i - mean of the other judged rewards`` within each group (RLOO, arXiv 2402.14740); n / (n - 1) (r_i - mean).
+    """``r_i - mean of the other judged rewards`` within each group (RLOO, arXiv 2402.14740); n / (n - 1) (r_i
+    - mean).
 
     >>> leave_one_out(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).round(decimals=4).tolist()
     [[1.6667, -1.0, -2.3333, 1.6667]]
@@ -60,8 +62,8 @@ def flat_groups(rewards: Tensor) -> Tensor:
 def total_rewards(rewards: Tensor, weights: tuple[float, ...] = ()) -> Tensor:
     """Weighted sum over the reward functions, ``[P, G, R] -> [P, G]``; abstentions count nothing.
 
-    A completion that every function abstained on stays nan. ``weights`` empty: all 1. Float64, so that sums of equal
-    parts are equal.
+    A completion that every function abstained on stays nan. ``weights`` empty: all 1. Float64, so that sums
+    of equal parts are equal.
     """
     values = rewards.to(torch.float64)
     scale = torch.tensor(weights or (1.0,) * values.shape[-1], dtype=torch.float64, device=values.device)

@@ -1,9 +1,10 @@
 """The two layouts of a batch, and the one rule that aligns them.
 
-*Model layout*: one flat row ``[1, N]`` without padding: each prompt once, followed by its completions (`FlatRow`).
-*Loss layout*: ``[B, T]``, completion tokens only, right-padded; column t speaks about completion token t:
-``logprobs[b, t] = log p(token t | prompt, tokens < t)``. `FlatRow.source` and `FlatRow.scored` are the alignment: the
-hidden state at ``source[s]`` predicts the s-th scored token of the loss layout, in row-major order.
+*Model layout*: one flat row ``[1, N]`` without padding: each prompt once, followed by its completions
+(`FlatRow`). *Loss layout*: ``[B, T]``, completion tokens only, right-padded; column t speaks about completion
+token t: ``logprobs[b, t] = log p(token t | prompt, tokens < t)``. `FlatRow.source` and `FlatRow.scored` are
+the alignment: the hidden state at ``source[s]`` predicts the s-th scored token of the loss layout, in
+row-major order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from razona.types import Group
 
 @dataclass(frozen=True)
 class Span:
-    """Where one group lies in a flat row: the prompt at [start, start + prompt_length), completions right after it."""
+    """Where one group lies in a flat row: the prompt at [start, start + prompt_length), completions right
+    after it.
+    """
 
     start: int
     prompt_length: int
@@ -95,8 +98,8 @@ class Batch:
         return replace(self, weights=weight_fn(self.loss_mask))
 
     def with_signal(self) -> Batch:
-        """Only rows with an advantage other than 0: without a KL term the others' gradient is exactly 0. When there are
-        none, one group remains, so that something is measured."""
+        """Only rows with an advantage other than 0: without a KL term the others' gradient is exactly 0. When
+        there are none, one group remains, so that something is measured."""
         assert self.advantages is not None
         rows = [row for row, any_ in enumerate((self.advantages != 0).any(1).tolist()) if any_]
         if len(rows) == len(self):
@@ -104,7 +107,9 @@ class Batch:
         return self.select(rows or self._rows_of(self.group_of[0]))
 
     def minibatches(self, count: int, *, epochs: int, seed: int) -> Iterator[Batch]:
-        """``count`` parts of whole groups per epoch, in a new order each time. One part and one epoch: itself."""
+        """``count`` parts of whole groups per epoch, in a new order each time. One part and one epoch:
+        itself.
+        """
         if count == 1 and epochs == 1:
             yield self
             return
@@ -118,7 +123,8 @@ class Batch:
     def split(self, budget: int) -> Iterator[Batch]:
         """Parts of at most ``budget`` tokens, prompts counted once per part, in order.
 
-        A group that does not fit is cut between completions; one completion is never cut, so it may exceed the budget.
+        A group that does not fit is cut between completions; one completion is never cut, so it may exceed
+        the budget.
         """
         part: list[int] = []
         used = 0
@@ -164,7 +170,9 @@ class Batch:
         offset = 0
         for group, prompt in enumerate(self.prompts):
             rows = self._rows_of(group)
-            spans.append(Span(offset, len(prompt), tuple(self.lengths[r] for r in rows), self.kv_lengths[group]))
+            spans.append(
+                Span(offset, len(prompt), tuple(self.lengths[r] for r in rows), self.kv_lengths[group])
+            )
             ids.append(torch.tensor(prompt, device=device))
             positions.append(torch.arange(len(prompt), device=device))
             offset += len(prompt)
@@ -174,7 +182,7 @@ class Batch:
                 ids.append(self.token_ids[row, :length])
                 positions.append(torch.arange(len(prompt), len(prompt) + length, device=device))
                 predictors = torch.arange(offset - 1, offset - 1 + length, device=device)
-                predictors[0] = last_of_prompt
+                predictors[:1] = last_of_prompt
                 sources.append(predictors[self.loss_mask[row, :length]])
                 offset += length
         return FlatRow(
@@ -221,12 +229,14 @@ def collate(groups: Sequence[Group], rewards: Tensor | None = None) -> Batch:
 
 
 def collate_demonstrations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Batch:
-    """(token_ids, loss_mask) rows, each a group of one: the prompt ends where the first trained token begins."""
+    """(token_ids, loss_mask) rows, each a group of one: the prompt ends where the first trained token
+    begins.
+    """
     prompts, completions, masks = [], [], []
-    for token_ids, trained in rows:
+    for row, trained in rows:
         first = max(1, list(trained).index(True))  # nothing predicts token 0
-        prompts.append(tuple(token_ids[:first]))
-        completions.append(tuple(token_ids[first:]))
+        prompts.append(tuple(row[:first]))
+        completions.append(tuple(row[first:]))
         masks.append(tuple(trained[first:]))
     token_ids, lengths = _pad(completions, torch.long)
     return Batch(
@@ -237,6 +247,12 @@ def collate_demonstrations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]])
         token_ids=token_ids,
         loss_mask=_pad(masks, torch.bool)[0],
     )
+
+
+def needed(value: Tensor | None) -> Tensor:
+    """A part of a batch that an earlier step has put in."""
+    assert value is not None
+    return value
 
 
 def _pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> tuple[Tensor, tuple[int, ...]]:

@@ -84,8 +84,7 @@ class Console:
 
     @contextmanager
     def progress(self, description: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-        """Yields ``advance(n=1)``, from ``done``. A bar with the time left on a terminal; elsewhere a line now and
-        then."""
+        """Yields ``advance(n=1)``, from ``done``. A bar with the time left, or lines without a terminal."""
         if not self._rich.is_terminal:
             yield self._plain_progress(description, total, done)
             return

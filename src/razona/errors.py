@@ -1,11 +1,11 @@
 """What razona raises. Every message says what was given, why it cannot work and what to do.
 
-    RazonaError
-    ├── ConfigError       an option, or two that exclude each other      (also a ValueError)
-    ├── DataError         a data set, a file, a row                      (also a ValueError)
-    ├── ModelError        a model that cannot be found, loaded, trained  (also a ValueError)
-    ├── RewardError       a reward function: signature, result, failure  (also a ValueError)
-    └── CheckpointError   a checkpoint that does not fit or is not whole (also a ValueError)
+RazonaError
+├── ConfigError       an option, or two that exclude each other      (also a ValueError)
+├── DataError         a data set, a file, a row                      (also a ValueError)
+├── ModelError        a model that cannot be found, loaded, trained  (also a ValueError)
+├── RewardError       a reward function: signature, result, failure  (also a ValueError)
+└── CheckpointError   a checkpoint that does not fit or is not whole (also a ValueError)
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ from razona.rollout import completion_seeds, score_groups
 from razona.setup import fitting_prompts, load_model, make_engine, make_policy
 from razona.types import Engine, Group, Prompt, Sampling
 
-EVAL_STEP = -1  # in place of a step in the seeds: every evaluation draws with the same ones, so differences are smaller
+EVAL_STEP = (
+    -1
+)  # in place of a step in the seeds: every evaluation draws with the same ones, so differences are smaller
 
 
 class Evaluator:
@@ -41,8 +43,9 @@ class Evaluator:
         self.records: list[dict[str, Any]] = []
 
     def __call__(self, engine: Engine) -> dict[str, float]:
-        """Every reward's mean over prompts and its standard error, under ``eval/NAME`` and ``eval/NAME/error``; also
-        ``eval/reward`` (the weighted sum), ``eval/completion_length`` and ``eval/truncated``.
+        """Every reward's mean over prompts and its standard error, under ``eval/NAME`` and
+        ``eval/NAME/error``; also ``eval/reward`` (the weighted sum), ``eval/completion_length`` and
+        ``eval/truncated``.
 
         The completions stay in ``records`` until the next call.
         """
@@ -74,7 +77,9 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:
-    """`razona eval`: score a model on a data set. ``rows`` stands in for ``config.data.path`` (see `load_rows`)."""
+    """`razona eval`: score a model on a data set. ``rows`` stands in for ``config.data.path`` (see
+    `load_rows`).
+    """
     validate(config)
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     rewards = bind(config.rewards, columns=table.renamed(config.data.rename).columns)
@@ -90,8 +95,8 @@ def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[s
     )
     kind = "transformers' generate" if isinstance(engine, HFEngine) else "the native engine"
     console.print(
-        f"evaluating {config.model.name} on {len(prompts)} prompts x {config.sampling.group_size} completions, "
-        f"temperature {config.sampling.temperature:g}, with {kind}"
+        f"evaluating {config.model.name} on {len(prompts)} prompts x {config.sampling.group_size} "
+        f"completions, temperature {config.sampling.temperature:g}, with {kind}"
     )
     metrics = evaluator(engine)
     console.samples("some completions", evaluator.records[:3])
@@ -100,7 +105,9 @@ def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[s
             error = metrics.get(f"{name}/error")
             console.print(f"{name:<28} {value:.4f}" + (f" +- {error:.4f}" if error is not None else ""))
     if config.output:
-        lines = [json.dumps({k: v for k, v in record.items() if k != "advantage"}) for record in evaluator.records]
+        lines = [
+            json.dumps({k: v for k, v in record.items() if k != "advantage"}) for record in evaluator.records
+        ]
         Path(config.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
         console.print(f"completions and scores are in {config.output}")
     return {"model": config.model.name, "prompts": len(prompts), **metrics}

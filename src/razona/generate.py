@@ -16,9 +16,11 @@ from razona.setup import fitting_prompts, load_model, make_engine, make_policy
 
 
 def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:
-    """Samples ``sampling.group_size`` completions per prompt; prints them or writes them to ``config.output``.
+    """Samples ``sampling.group_size`` completions per prompt; prints them or writes them to
+    ``config.output``.
 
-    Prompts given as text are put to a chat model as what the user says. ``rows`` stand in for ``config.data.path``.
+    Prompts given as text are put to a chat model as what the user says. ``rows`` stand in for
+    ``config.data.path``.
     """
     validate(config)
     loaded = load_model(config.model, console)
@@ -27,12 +29,14 @@ def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[s
         texts = [[{"role": "user", "content": text}] if chat else text for text in config.prompts]
         rows = [{config.data.prompt_column: text} for text in texts]
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
-    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)[: config.num_prompts or None]
+    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)[
+        : config.num_prompts or None
+    ]
     policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
     engine = make_engine(policy, loaded, console)
     seeds = completion_seeds(prompts, config.sampling.group_size, seed=config.seed, step=0)
     groups = engine.generate(prompts, config.sampling, seeds=seeds)
-    records = [
+    records: list[dict[str, Any]] = [
         {
             "prompt_id": group.prompt.id,
             "prompt": group.prompt.input,

@@ -13,7 +13,9 @@ from razona.rewards import BoundReward
 def describe(
     config: GRPOConfig, objective: Objective, policy: Policy, rewards: Sequence[BoundReward], num_prompts: int
 ) -> str:
-    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, tokens per step."""
+    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, tokens
+    per step.
+    """
     sampling, completions = config.sampling, config.prompts_per_step * config.sampling.group_size
     lines = {
         "optimises": " + ".join(f"{b.weight:g} x {b.name}" for b in rewards) + f", by {objective.name}",
@@ -24,8 +26,8 @@ def describe(
         "models": _models(config, policy),
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
-            f"{sampling.max_completion_length} tokens = {completions} completions, at temperature {sampling.temperature:g}"
-            f"{_truncation(config)}; {_updates(config)}"
+            f"{sampling.max_completion_length} tokens = {completions} completions, "
+            f"at temperature {sampling.temperature:g}{_truncation(config)}; {_updates(config)}"
         ),
         "data": f"{num_prompts} prompts, an epoch is {num_prompts / config.prompts_per_step:.3g} steps",
     }
@@ -60,7 +62,9 @@ def _models(config: GRPOConfig, policy: Policy) -> str:
         "fp32": "fp32",
         "pure_bf16": "bf16 weights without fp32 masters",
     }[config.model.precision]
-    reference = "; the reference's weights lie on disk" if config.objective.kl_coef or config.measure_kl_every else ""
+    reference = (
+        "; the reference's weights lie on disk" if config.objective.kl_coef or config.measure_kl_every else ""
+    )
     return f"one, {size:.0f} M trained parameters, {numbers}; it samples from itself{reference}"
 
 

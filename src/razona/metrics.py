@@ -16,11 +16,13 @@ from razona.rewards import BoundReward
 from razona.types import Group
 
 
-def rollout_metrics(groups: Sequence[Group], rewards: Tensor, bound: Sequence[BoundReward]) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], rewards: Tensor, bound: Sequence[BoundReward]
+) -> dict[str, float]:
     """Of what was sampled. ``rewards`` ``[P, G, R]``.
 
-    ``frac_zero_std`` is the share of groups that teach nothing, ``reward_std`` the mean deviation within groups,
-    ``entropy`` the mean of -log p over sampled tokens (an estimate, in nats).
+    ``frac_zero_std`` is the share of groups that teach nothing, ``reward_std`` the mean deviation within
+    groups, ``entropy`` the mean of -log p over sampled tokens (an estimate, in nats).
     """
     totals = total_rewards(rewards, tuple(b.weight for b in bound))
     completions = [c for group in groups for c in group.completions]
@@ -65,8 +67,8 @@ class UpdateMeter:
     def add(self, micro: Batch, logprobs: Tensor, old: Tensor, loss: Tensor) -> None:
         """One micro-batch: the log-probs it was trained with, the old ones, its part of the loss.
 
-        ``old`` are the trainer's log-probs under the weights that sampled, so against the sampler's own they measure
-        the mismatch of the two passes.
+        ``old`` are the trainer's log-probs under the weights that sampled, so against the sampler's own they
+        measure the mismatch of the two passes.
         """
         mask = micro.loss_mask
         assert micro.sampler_logprobs is not None

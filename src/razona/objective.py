@@ -20,8 +20,8 @@ from razona.losses.weights import WeightFn, fixed_length, per_sequence, per_toke
 class Objective(NamedTuple):
     """What a policy-gradient run optimises.
 
-    ``advantage_fn(rewards [P, G, R], *, reward_weights, loss_mask) -> [B, 1] or [B, T]``: who did better than expected;
-    ``loss_fn(logprobs, old_logprobs, advantages, loss_mask) -> [B, T]``: what a token contributes;
+    ``advantage_fn(rewards [P, G, R], *, reward_weights, loss_mask) -> [B, 1] or [B, T]``: who did better than
+    expected; ``loss_fn(logprobs, old_logprobs, advantages, loss_mask) -> [B, T]``: what a token contributes;
     ``weight_fn(loss_mask) -> [B, T]``: how tokens are averaged, over one optimizer step;
     ``kl_fn(logprobs, ref_logprobs, old_logprobs, loss_mask) -> [B, T]``, added ``kl_coef`` times.
     ``clip`` repeats (low, high) for the header and the metrics; ``words`` says in words what each part does.
@@ -62,8 +62,8 @@ def grpo(
 ) -> Objective:
     """GRPO (arXiv 2402.03300): group-normalised advantages, clip, mean per sequence.
 
-    ``std`` is the population deviation unless said otherwise, ``weights`` per_sequence; ``max_tokens`` is needed by
-    fixed_length weights only.
+    ``std`` is the population deviation unless said otherwise, ``weights`` per_sequence; ``max_tokens`` is
+    needed by fixed_length weights only.
     """
     std, weights = std or "population", weights or "per_sequence"
     return Objective(
@@ -100,4 +100,9 @@ def _weight_fn(name: str, max_tokens: int | None) -> WeightFn:
         if max_tokens is None:
             raise ValueError("fixed_length weights need max_tokens, the generation budget; none was given")
         return partial(fixed_length, max_tokens=max_tokens)
-    return {"per_sequence": per_sequence, "per_token": per_token, "sequence_sum": sequence_sum}[name]
+    plain: dict[str, WeightFn] = {
+        "per_sequence": per_sequence,
+        "per_token": per_token,
+        "sequence_sum": sequence_sum,
+    }
+    return plain[name]

@@ -19,10 +19,10 @@ from razona.models.scorer import Scorer, wrap
 class Policy:
     """The model that is trained.
 
-    ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients accumulate in
-    fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that samples from the same
-    module is never stale. With "fp32" or "pure_bf16" the model's own parameters are trained.
-    ``total_updates`` is where a linear or cosine schedule ends.
+    ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients
+    accumulate in fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that
+    samples from the same module is never stale. With "fp32" or "pure_bf16" the model's own parameters are
+    trained. ``total_updates`` is where a linear or cosine schedule ends.
     """
 
     def __init__(
@@ -43,12 +43,14 @@ class Policy:
         self.updates = 0
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
-            raise ModelError("the model has no trainable parameter: every requires_grad is False. Unfreeze some of them.")
+            raise ModelError(
+                "the model has no trainable parameter: every requires_grad is False. Unfreeze some of them."
+            )
         self.names = list(named)
         self.compute: list[nn.Parameter] = list(named.values())
         self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
         if precision == "pure_bf16":
-            model.to(torch.bfloat16)
+            _to_bf16(model)
         self.scorer: Scorer = wrap(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -64,7 +66,7 @@ class Policy:
     def _split(self, model: Any) -> list[nn.Parameter]:
         """fp32 masters take over the present storage; the model goes on with a bf16 copy of it."""
         masters = [nn.Parameter(p.detach().float()) for p in self.compute]
-        model.to(torch.bfloat16)
+        _to_bf16(model)
         for parameter, master in zip(self.compute, masters, strict=True):
             parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
         return masters
@@ -81,8 +83,8 @@ class Policy:
     def update(self) -> float:
         """One optimizer step on the accumulated gradients. Returns their norm before clipping.
 
-        A norm of exactly 0 (nothing to learn from) or one that is not finite changes nothing: AdamW would go on by
-        momentum alone, or be poisoned for good.
+        A norm of exactly 0 (nothing to learn from) or one that is not finite changes nothing: AdamW would go
+        on by momentum alone, or be poisoned for good.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.updates)
@@ -106,7 +108,9 @@ class Policy:
             return config.learning_rate
         left = 1.0 - (done - config.warmup_steps) / max(1, self.total_updates - config.warmup_steps)
         left = min(1.0, max(0.0, left))
-        return config.learning_rate * (left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+        return config.learning_rate * (
+            left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+        )
 
     def reference(self, folder: Path) -> Reference:
         """A frozen scorer of the policy as it is now, its weights on disk in ``folder``."""
@@ -131,20 +135,22 @@ class Policy:
         missing = set(self.names) ^ set(state["weights"])
         if missing:
             raise CheckpointError(
-                f"the checkpoint's weights are not this model's: {sorted(missing)[:4]} stand in only one of the two. "
-                "Resume with the model that the run was started with."
+                f"the checkpoint's weights are not this model's: {sorted(missing)[:4]} stand in only one of "
+                "the two. Resume with the model that the run was started with."
             )
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(state["weights"][name])
         self._refresh()
         self.updates = state["updates"]
         adam = {index: state["adam"][name] for index, name in enumerate(self.names) if name in state["adam"]}
-        self.optimizer.load_state_dict({"state": adam, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.optimizer.load_state_dict(
+            {"state": adam, "param_groups": self.optimizer.state_dict()["param_groups"]}
+        )
 
 
 class Reference:
-    """A frozen policy. Its weights stay on disk (memory-mapped) and stand in for the policy's only while it scores:
-    no second model in memory."""
+    """A frozen policy. Its weights stay on disk (memory-mapped) and stand in for the policy's only while it
+    scores: no second model in memory."""
 
     def __init__(self, policy: Policy, folder: Path) -> None:
         self.policy = policy
@@ -162,8 +168,16 @@ class Reference:
         scorer = self.policy.scorer
         frozen = load_file(self.path, device=str(self.policy.device))
         parameters = {f"model.{name}": weight for name, weight in frozen.items()}
-        result: Tensor = torch.func.functional_call(scorer, parameters, (batch,), {"temperature": temperature})
+        result: Tensor = torch.func.functional_call(
+            scorer, parameters, (batch,), {"temperature": temperature}
+        )
         return result
+
+
+def _to_bf16(model: nn.Module) -> None:
+    """Parameters only: ``model.to`` would round the rotary frequencies too, and late positions with them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _accumulate_into(master: nn.Parameter) -> Any:

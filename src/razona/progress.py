@@ -43,7 +43,9 @@ class Progress:
 
 
 class Interrupt:
-    """Within it the first Ctrl-C only sets ``wanted``, so that a step ends and is saved; the second one is the usual."""
+    """Within it the first Ctrl-C only sets ``wanted``, so that a step ends and is saved; the second one is
+    the usual.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -65,7 +67,9 @@ class Interrupt:
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
-        self.console.note("finishing this step, then saving. Ctrl-C again to stop at once (resume from the last save).")
+        self.console.note(
+            "finishing this step, then saving. Ctrl-C again to stop at once (resume from the last save)."
+        )
 
 
 def open_run(config: GRPOConfig | SFTConfig, console: Console, *, model: str, fingerprint: str) -> RunFolder:
@@ -98,7 +102,9 @@ def finish(log: RunFolder, progress: Progress, result: dict[str, Any], console: 
     """Says where everything is; returns the result of the run."""
     log.close()
     console.print(f"{'stopped' if result['interrupted'] else 'done'} after step {progress.step}.")
-    console.print(f"  model        {log.path / 'model'}  (transformers loads it; razona generate --model that folder)")
+    console.print(
+        f"  model        {log.path / 'model'}  (transformers loads it; razona generate --model that folder)"
+    )
     console.print(f"  figures      {log.path / 'metrics.jsonl'}, every completion in rollouts.jsonl")
     console.print(f"  checkpoints  {log.checkpoints}")
     if progress.best_step is not None:

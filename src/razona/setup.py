@@ -19,14 +19,18 @@ from razona.types import Engine, Prompt, Sampling
 
 
 def load_model(config: ModelConfig, console: Console) -> LoadedModel:
-    """The model in fp32 (or bf16 for pure_bf16) on the device asked for; prints what there is to say about it."""
+    """The model in fp32 (or bf16 for pure_bf16) on the device asked for; prints what there is to say about
+    it.
+    """
     device = choose_device(config.device)
     dtype = torch.bfloat16 if config.precision == "pure_bf16" else torch.float32
     loaded = load(config.name, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     for note in loaded.notes:
         console.note(note)
     if config.precision == "pure_bf16":
-        console.note("pure_bf16: updates smaller than 1/256 of a weight are rounded away; bf16 keeps fp32 masters.")
+        console.note(
+            "pure_bf16: updates smaller than 1/256 of a weight are rounded away; bf16 keeps fp32 masters."
+        )
     return loaded
 
 
@@ -48,8 +52,8 @@ def make_engine(policy: Policy, loaded: LoadedModel, console: Console) -> Engine
     if isinstance(policy.scorer, FlatScorer):
         return NativeEngine(policy, stop_token_ids=loaded.stop_token_ids)
     console.note(
-        f"{type(loaded.model).__name__} mixes tokens by other means than attention, or by its own: it runs full padded "
-        "rows and transformers' generate. Right, but slower; prompts are not shared."
+        f"{type(loaded.model).__name__} mixes tokens by other means than attention, or by its own: it runs "
+        "full padded rows and transformers' generate. Right, but slower; prompts are not shared."
     )
     return HFEngine(policy, stop_token_ids=loaded.stop_token_ids)
 
@@ -61,7 +65,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"model.device is '{name}', which names no device. Use auto, cpu, cuda or cuda:N.") from error
+        raise ConfigError(
+            f"model.device is '{name}', which names no device. Use auto, cpu, cuda or cuda:N."
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device is '{name}', but torch sees no CUDA device here. Use auto or cpu.")
     return device

@@ -21,8 +21,9 @@ FinishReason = Literal["stop", "length", "aborted"]
 class Prompt:
     """One prompt, ready to be sampled from.
 
-    ``id`` is the row of the data set it came from, ``input`` what a reward function sees (a string, or messages with
-    the system prompt included), ``token_ids`` what the model sees, ``columns`` every column of the row by its exact name.
+    ``id`` is the row of the data set it came from, ``input`` what a reward function sees (a string, or
+    messages with the system prompt included), ``token_ids`` what the model sees, ``columns`` every column of
+    the row by its exact name.
     """
 
     id: int
@@ -35,8 +36,9 @@ class Prompt:
 class Completion:
     """One sampled answer. ``token_ids`` includes the stop token when there is one; ``text`` does not.
 
-    ``logprobs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from: after
-    temperature and after top-k, top-p and min-p. Greedy sampling (temperature 0) records those of temperature 1.
+    ``logprobs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from:
+    after temperature and after top-k, top-p and min-p. Greedy sampling (temperature 0) records those of
+    temperature 1.
     """
 
     token_ids: TokenIds
@@ -50,8 +52,8 @@ class Completion:
 class Group:
     """A prompt and its completions: group identity is this type, never a position in a list.
 
-    ``kv_length`` is the padded key/value length its tokens were sampled with (0: the engine makes no promise);
-    a trainer pass that pads to the same length reproduces the sampler's bits on a CPU.
+    ``kv_length`` is the padded key/value length its tokens were sampled with (0: the engine makes no
+    promise); a trainer pass that pads to the same length reproduces the sampler's bits on a CPU.
     """
 
     prompt: Prompt
@@ -82,8 +84,8 @@ class Sampling:
 class RewardFn(Protocol):
     """Called by keyword with prompts, completions, completion_ids and the data set's columns by exact name.
 
-    May be a function, a callable object or a coroutine function, with or without ``**kwargs``. Returns one number
-    per completion, or None where it cannot judge.
+    May be a function, a callable object or a coroutine function, with or without ``**kwargs``. Returns one
+    number per completion, or None where it cannot judge.
     """
 
     def __call__(
@@ -98,7 +100,9 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """One group per prompt, in order; ``seeds[p][g]`` alone decides the randomness of completion g of prompt p."""
+        """One group per prompt, in order; ``seeds[p][g]`` alone decides the randomness of completion g of
+        prompt p.
+        """
         ...
 
     def load_weights(self, policy: Any, *, version: int) -> None:
@@ -110,7 +114,9 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A named part of a run's state. Values are tensors, numbers, strings, None, and lists and dicts of them."""
+    """A named part of a run's state. Values are tensors, numbers, strings, None, and lists and dicts of
+    them.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -124,7 +130,7 @@ class Logger(Protocol):
 
 
 def seed_for(seed: int, step: int, prompt_id: int, sample_index: int) -> int:
-    """The sampling seed of one completion: a 63-bit hash, so that results depend neither on batch neighbours nor on
-    generator state."""
+    """The sampling seed of one completion: a 63-bit hash, so that results depend neither on batch neighbours
+    nor on generator state."""
     text = f"{seed}/{step}/{prompt_id}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

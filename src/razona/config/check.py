@@ -85,10 +85,13 @@ def validate(config: Any) -> None:
         raise ConfigError(
             "run.resume and run.overwrite exclude each other: go on with the run, or start anew."
         )
-    if run and optimizer and optimizer.warmup_steps > run.num_steps:
+    updates = run.num_steps if run else 0
+    if isinstance(config, GRPOConfig):
+        updates *= config.minibatches_per_rollout * config.epochs_per_rollout
+    if run and optimizer and optimizer.warmup_steps > updates:
         raise ConfigError(
-            f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than run.num_steps = "
-            f"{run.num_steps}: the learning rate would never be reached. Warm up for fewer steps."
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than the run has updates, "
+            f"{updates}: the learning rate would never be reached. Warm up for fewer steps."
         )
 
 

@@ -106,45 +106,6 @@ def merge(base: C, values: Mapping[str, Any], *, source: str = "", table: str = 
     return dataclasses.replace(base, **changes)  # type: ignore[type-var]
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dicts, lists and plain values that JSON holds; ``merge(cls(), to_dict(config)) == config``."""
-    return {
-        field.name: to_dict(value)
-        if dataclasses.is_dataclass(value := getattr(config, field.name))
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for field in dataclasses.fields(config)
-    }
-
-
-def diff_configs(saved: Mapping[str, Any], new: Any) -> list[str]:
-    """What keeps a run saved with ``saved`` (of ``to_dict``) from going on: ``name: old -> new`` each.
-
-    Fields that may change on resume are left out; ``run.num_steps`` may, unless a schedule ends at it. A
-    field that ``saved`` does not know is compared with its default.
-    """
-    before, after, default = (
-        dict(_leaves(saved)),
-        dict(_leaves(to_dict(new))),
-        dict(_leaves(to_dict(type(new)()))),
-    )
-    free = {name for name, field in _fields(new) if field.metadata.get("resume")}
-    schedule = after.get("optimizer.schedule", "constant")
-    changes = []
-    for name in [*after, *(name for name in before if name not in after)]:
-        if name not in after:
-            changes.append(f"{name}: {before[name]!r} -> no such option any more")
-        elif (old := before.get(name, default[name])) != after[name]:
-            if name == "run.num_steps" and schedule != "constant":
-                changes.append(
-                    f"{name}: {old} -> {after[name]} (the {schedule} schedule ends at run.num_steps)"
-                )
-            elif name not in free:
-                changes.append(f"{name}: {old!r} -> {after[name]!r}")
-    return changes
-
-
 def _fields(config: Any, table: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every field that is no table, with its dotted name."""
     for field in dataclasses.fields(config):
@@ -153,15 +114,6 @@ def _fields(config: Any, table: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield from _fields(value, f"{table}{field.name}.")
         else:
             yield f"{table}{field.name}", field
-
-
-def _leaves(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested dicts; ``data.rename`` is a value."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and f"{table}{key}" != "data.rename":
-            yield from _leaves(value, f"{table}{key}.")
-        else:
-            yield f"{table}{key}", value
 
 
 def _unknown_key(config: Any, key: str, table: str, whole: Any) -> str:

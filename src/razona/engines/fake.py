@@ -1,4 +1,6 @@
-"""An engine without a model, for tests: every token comes from one fixed distribution over a small vocabulary."""
+"""An engine without a model, for tests: every token comes from one fixed distribution over a small
+vocabulary.
+"""
 
 from __future__ import annotations
 

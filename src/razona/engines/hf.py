@@ -1,8 +1,8 @@
-"""The reference engine: transformers' own `generate`. Slow, for every model that generate runs, and the yardstick of the
-native one.
+"""The reference engine: transformers' own `generate`. Slow, for every model that generate runs, and the
+yardstick of the native one.
 
-A logits processor draws the token with the shared sampler and leaves generate nothing but to take it: the same seeds
-mean the same tokens in every engine (as far as the logits agree).
+A logits processor draws the token with the shared sampler and leaves generate nothing but to take it: the
+same seeds mean the same tokens in every engine (as far as the logits agree).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class HFEngine:
         )
         tokens, logprobs = torch.stack(drawing.tokens, 1).tolist(), torch.stack(drawing.logprobs, 1).tolist()
         return tuple(
-            self._completion(row, scores, frozenset(stops)) for row, scores in zip(tokens, logprobs, strict=True)
+            self._completion(row, scores, frozenset(stops))
+            for row, scores in zip(tokens, logprobs, strict=True)
         )
 
     def _completion(self, tokens: list[int], logprobs: list[float], stops: frozenset[int]) -> Completion:

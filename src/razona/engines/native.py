@@ -1,8 +1,9 @@
-"""The rollout engine: samples from the trainer's own module, so there is no second copy, no sync and no staleness.
+"""The rollout engine: samples from the trainer's own module, so there is no second copy, no sync and no
+staleness.
 
-A prompt is prefilled once for all its completions, keys and values are written in place, finished rows leave the batch,
-one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs equal the trainer's flat pass bit for
-bit (the conditions are told in `razona.models.flat`).
+A prompt is prefilled once for all its completions, keys and values are written in place, finished rows leave
+the batch, one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs equal the
+trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ KV_BYTES = 2 * 2**30  # keys and values held at once; more rows than fit are sam
 
 
 class NativeEngine:
-    """Samples with a `Policy`'s module. ``stop_token_ids`` are those of the model, beside a `Sampling`'s own."""
+    """Samples with a `Policy`'s module. ``stop_token_ids`` are those of the model, beside a `Sampling`'s
+    own.
+    """
 
     def __init__(self, policy: Any, *, stop_token_ids: Sequence[int], kv_bytes: int = KV_BYTES) -> None:
         self.stop_token_ids = tuple(stop_token_ids)
@@ -41,8 +44,8 @@ class NativeEngine:
         """Takes the policy's module itself: its weights are always the present ones."""
         if not isinstance(policy.scorer, FlatScorer):
             raise ModelError(
-                f"the native engine cannot run {type(policy.model).__name__}: its attention does not take a layout. "
-                "Use razona.engines.hf.HFEngine, which runs what transformers' generate runs."
+                f"the native engine cannot run {type(policy.model).__name__}: its attention does not take a "
+                "layout. Use razona.engines.hf.HFEngine, which runs what transformers' generate runs."
             )
         self.scorer: FlatScorer = policy.scorer
         self.tokenizer = policy.tokenizer
@@ -55,7 +58,9 @@ class NativeEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """One group per prompt; ``seeds[p][g]`` decides completion g of prompt p, whatever else is in the call."""
+        """One group per prompt; ``seeds[p][g]`` decides completion g of prompt p, whatever else is in the
+        call.
+        """
         stops = torch.tensor(sorted({*self.stop_token_ids, *sampling.stop_token_ids}), device=self.device)
         groups: list[Group] = []
         for wave in self._waves(prompts, seeds, sampling):
@@ -175,7 +180,9 @@ class _Wave:
         return torch.cat([token for token, _ in drawn]), torch.cat([logprob for _, logprob in drawn])
 
     def _prefill(self) -> Tensor:
-        """Every prompt once; its keys and values go to all its rows. Returns the last hidden state for every row."""
+        """Every prompt once; its keys and values go to all its rows. Returns the last hidden state for every
+        row.
+        """
         ids = [torch.tensor(prompt.token_ids, device=self.device) for prompt in self.prompts]
         starts = [0, *torch.tensor([len(i) for i in ids]).cumsum(0).tolist()]
         spans = tuple(
@@ -191,7 +198,9 @@ class _Wave:
             scored=torch.empty(0),
         )
         if row.token_ids.shape[1] == 1:  # as above: never a single row
-            row = replace(row, token_ids=row.token_ids.repeat(1, 2), position_ids=row.position_ids.repeat(1, 2))
+            row = replace(
+                row, token_ids=row.token_ids.repeat(1, 2), position_ids=row.position_ids.repeat(1, 2)
+            )
 
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
             for bucket in self.buckets:
@@ -199,7 +208,11 @@ class _Wave:
 
         layout = FlatLayout(row, exact=self.scorer.exact, sink=sink)
         hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout)
-        ends = [spans[self.owners[r]].start + spans[self.owners[r]].prompt_length - 1 for b in self.buckets for r in b.rows]
+        ends = [
+            spans[self.owners[r]].start + spans[self.owners[r]].prompt_length - 1
+            for b in self.buckets
+            for r in b.rows
+        ]
         return hidden[torch.tensor(ends, device=self.device)]
 
     def _decode(self, step: int) -> Tensor:
@@ -208,7 +221,9 @@ class _Wave:
         for bucket in self.buckets:
             bucket.advance()
         positions = torch.cat([bucket.positions for bucket in self.buckets])
-        return self.scorer.hidden(self.tokens[rows, step, None], positions[:, None], DecodeLayout(self.buckets))
+        return self.scorer.hidden(
+            self.tokens[rows, step, None], positions[:, None], DecodeLayout(self.buckets)
+        )
 
     def _retire(self, finished: Tensor) -> bool:
         """Finished rows leave, their bucket's last rows take their place. False when nobody is left.
@@ -239,7 +254,9 @@ class _Bucket:
         self.batch = torch.arange(len(rows) + 1, device=device)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.positions = torch.zeros(0, dtype=torch.long, device=device)  # [live rows], of the token being fed
+        self.positions = torch.zeros(
+            0, dtype=torch.long, device=device
+        )  # [live rows], of the token being fed
         self.masks: dict[int | None, Tensor] = {}  # per sliding window, of the present step
 
     def fill(self, layer: int, k: Tensor, v: Tensor, spans: list[Span]) -> None:

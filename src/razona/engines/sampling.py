@@ -11,7 +11,9 @@ from razona.types import Sampling
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """``[len(seeds), count]`` uniforms in [0, 1): row i depends on seeds[i] alone, whatever the batch or device."""
+    """``[len(seeds), count]`` uniforms in [0, 1): row i depends on seeds[i] alone, whatever the batch or
+    device.
+    """
     rows = torch.empty(len(seeds), count, dtype=torch.float64)
     generator = torch.Generator()
     for row, seed in zip(rows, seeds, strict=True):
@@ -21,10 +23,11 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Next tokens ``[B]`` and their log-probs ``[B]`` under the distribution drawn from, from fp32 logits ``[B, V]``.
+    """Next tokens ``[B]`` and their log-probs ``[B]`` under the distribution drawn from, from fp32 logits
+    ``[B, V]``.
 
-    One uniform per row inverts the cumulative distribution: no random number per vocabulary entry. Temperature 0 takes
-    the most likely token and records its log-prob at temperature 1.
+    One uniform per row inverts the cumulative distribution: no random number per vocabulary entry.
+    Temperature 0 takes the most likely token and records its log-prob at temperature 1.
     """
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
@@ -39,8 +42,8 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     """-inf for tokens outside top-k, then outside top-p of what is left, then below min-p of the best."""
     if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        best = logits.topk(sampling.top_k)  # exactly so many, of equal ones too: bf16 logits are often equal
+        logits = torch.full_like(logits, -torch.inf).scatter_(1, best.indices, best.values)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(-1, descending=True)
         probabilities = ordered.softmax(-1)

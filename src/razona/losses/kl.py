@@ -1,8 +1,10 @@
-"""Estimators of KL(pi || ref) from tokens sampled from pi, per token: ``[B, T]`` (Schulman, "Approximating KL").
+"""Estimators of KL(pi || ref) from tokens sampled from pi, per token: ``[B, T]`` (Schulman, "Approximating
+KL").
 
-With ``u = ref_logprobs - logprobs``. In value, k1 and k3 are unbiased. As a *loss term* their gradients differ:
-k1's is 0 in expectation (useless), k2's and ``kl_k3_weighted``'s are those of KL(pi || ref), plain k3's that of
-KL(ref || pi). u is clamped to +-20 before the exponential, as verl does.
+With ``u = ref_logprobs - logprobs``. In value, k1 and k3 are unbiased. As a *loss term* their gradients
+differ: k1's is 0 in expectation (useless), k2's and ``kl_k3_weighted``'s are those of KL(pi || ref), plain
+k3's that of KL(ref || pi). u is clamped to +-20, as verl does: a log-prob of -inf leaves the loss
+finite and has no gradient.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor | None = Non
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     """``e^u - u - 1 >= 0``: unbiased in value, low variance (arXiv 2402.03300 eq. 4)."""
-    u = _log_ratio(logprobs, ref_logprobs, loss_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    u = _log_ratio(logprobs, ref_logprobs, loss_mask)
     return torch.expm1(u) - u
 
 
-def kl_k3_weighted(
-    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor
-) -> Tensor:
-    """k3 times the probability ratio pi / pi_old, which is differentiated too (arXiv 2512.02556, DeepSeek-V3.2)."""
+def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """k3 times the probability ratio pi / pi_old, which is differentiated too (arXiv 2512.02556,
+    DeepSeek-V3.2).
+    """
     return ratio(logprobs, old_logprobs, loss_mask) * kl_k3(logprobs, ref_logprobs, loss_mask)
 
 
@@ -51,4 +53,6 @@ KL_ESTIMATORS: dict[str, KLFn] = {
 
 def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor | None) -> Tensor:
     u = ref_logprobs - logprobs
-    return u if loss_mask is None else torch.where(loss_mask, u, 0.0)
+    if loss_mask is not None:
+        u = torch.where(loss_mask, u, 0.0)
+    return u.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

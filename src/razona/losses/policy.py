@@ -1,8 +1,8 @@
 """Policy-gradient losses, per token: ``[B, T]`` in, ``[B, T]`` out, to be minimised, not reduced.
 
 ``logprobs`` are those of the trained policy, ``old_logprobs`` those of the policy the ratio is anchored to,
-``advantages`` are ``[B, 1]`` or ``[B, T]`` constants, ``loss_mask`` is True on trained tokens. Where it is False the
-result is exactly 0 and so is its gradient, whatever stands in the other tensors.
+``advantages`` are ``[B, 1]`` or ``[B, T]`` constants, ``loss_mask`` is True on trained tokens. Where it is
+False the result is exactly 0 and so is its gradient, whatever stands in the other tensors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def ppo_clip(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """The clipped surrogate, ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`` (arXiv 1707.06347 eq. 7).
+    """The clipped surrogate, ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`` (arXiv 1707.06347 eq.
+    7).
 
-    ``dual_clip`` c bounds the term for negative advantages, where the minimum alone does not: objective >= c A
-    (arXiv 1912.09729 eq. 5); c must exceed 1.
+    ``dual_clip`` c bounds the term for negative advantages, where the minimum alone does not: objective >= c
+    A (arXiv 1912.09729 eq. 5); c must exceed 1.
     """
     rho = ratio(logprobs, old_logprobs, loss_mask)
     clipped = rho.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -1,7 +1,8 @@
 """Token weights: how token losses become one number. Counts are global; None means this tensor's own.
 
-Each returns ``[B, T]`` weights that are 0 where ``loss_mask`` is, to be used as ``masked_sum(token_loss, weights)``.
-Padding never enters a count. Rows without a trained token weigh nothing, but still count as sequences.
+Each returns ``[B, T]`` weights that are 0 where ``loss_mask`` is, to be used as ``masked_sum(token_loss,
+weights)``. Padding never enters a count. Rows without a trained token weigh nothing, but still count as
+sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def fixed_length(loss_mask: Tensor, *, max_tokens: int, num_sequences: int | Non
 
 
 def masked_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of values * weights where the weight is not 0: a scalar, safe when values are nan or inf elsewhere."""
+    """Sum of values * weights where the weight is not 0: a scalar, safe when values are nan or inf
+    elsewhere.
+    """
     live = weights != 0
     return (torch.where(live, values, 0.0) * weights).sum()
 

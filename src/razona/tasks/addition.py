@@ -28,7 +28,8 @@ def demonstration(a: int, b: int) -> str:
 def rows(pairs: list[tuple[int, int]], *, demonstrated: bool = False) -> list[dict[str, Any]]:
     """Data set rows: prompt and answer; with ``demonstrated`` also the completion to imitate."""
     return [
-        {"prompt": question(a, b), "answer": str(a + b)} | ({"completion": demonstration(a, b)} if demonstrated else {})
+        {"prompt": question(a, b), "answer": str(a + b)}
+        | ({"completion": demonstration(a, b)} if demonstrated else {})
         for a, b in pairs
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from razona.advantages import total_rewards
-from razona.batch import collate
+from razona.batch import collate, needed
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
@@ -59,7 +59,10 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
     metrics: dict[str, float] = {}
     phases = Phases()
 
-    with Interrupt(console) as interrupt, console.progress("GRPO", config.run.num_steps, progress.step) as advance:
+    with (
+        Interrupt(console) as interrupt,
+        console.progress("GRPO", config.run.num_steps, progress.step) as advance,
+    ):
         for step in range(progress.step, config.run.num_steps):
             # Sample and score.
             engine.load_weights(policy, version=step)
@@ -97,11 +100,13 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     with phases("train"):
                         logprobs = policy.logprobs(micro, temperature=temperature)  # [b, T]
                         old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-                        token_loss = objective.loss_fn(logprobs, old, micro.advantages, micro.loss_mask)
+                        token_loss = objective.loss_fn(
+                            logprobs, old, needed(micro.advantages), micro.loss_mask
+                        )
                         if objective.kl_coef:
-                            kl = objective.kl_fn(logprobs, micro.ref_logprobs, old, micro.loss_mask)
+                            kl = objective.kl_fn(logprobs, needed(micro.ref_logprobs), old, micro.loss_mask)
                             token_loss = token_loss + objective.kl_coef * kl
-                        loss = masked_sum(token_loss, micro.weights)
+                        loss = masked_sum(token_loss, needed(micro.weights))
                         loss.backward()
                     meter.add(micro, logprobs, old, loss)
                 with phases("optimizer"):
@@ -109,14 +114,16 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
 
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
-            metrics = rollout_metrics(groups, rewards, parts.rewards) | meter.metrics() | {"lr": learning_rate}
+            metrics = (
+                rollout_metrics(groups, rewards, parts.rewards) | meter.metrics() | {"lr": learning_rate}
+            )
             records = rollout_records(
                 step + 1,
                 groups,
                 rewards=rewards.tolist(),
                 reward_names=[b.name for b in parts.rewards],
                 totals=total_rewards(rewards, weights).tolist(),
-                advantages=rollout.advantages[:, 0].reshape(rewards.shape[:2]).tolist(),
+                advantages=needed(rollout.advantages)[:, 0].reshape(rewards.shape[:2]).tolist(),
             )
             progress.step = step + 1
             last = step + 1 == config.run.num_steps or interrupt.wanted
@@ -124,6 +131,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 with phases("eval"):
                     metrics |= parts.evaluator(engine)
                 progress.judge(metrics, config.eval.best_metric or "eval/reward")
+                console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
             if last or progress.is_best or _due(step + 1, config.run.save_every):
@@ -133,7 +141,9 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             parts.log.log_timings(step + 1, seconds)
             console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
             if _due(step + 1, config.run.print_every):
-                console.samples(f"step {step + 1}: completions of one prompt", records[: config.sampling.group_size][:3])
+                console.samples(
+                    f"step {step + 1}: completions of one prompt", records[: config.sampling.group_size][:3]
+                )
             advance()
             if interrupt.wanted:
                 break
@@ -153,8 +163,9 @@ def run(
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
-    ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns`` for
-    ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is written.
+    ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
+    for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
+    written.
     """
     validate(config)
     console = console or Console()
@@ -224,7 +235,7 @@ def objective_from(config: GRPOConfig) -> Objective:
         "kl_estimator": chosen.kl_estimator,
         "max_tokens": config.sampling.max_completion_length,
     }
-    return {"grpo": grpo, "dr_grpo": dr_grpo}[chosen.name](**options)
+    return dr_grpo(**options) if chosen.name == "dr_grpo" else grpo(**options)
 
 
 def _due(step: int, every: int) -> bool:

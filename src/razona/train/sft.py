@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from razona.batch import collate_demonstrations
+from razona.batch import collate_demonstrations, needed
 from razona.config import SFTConfig
 from razona.config.check import validate
 from razona.console import Console
@@ -39,7 +39,10 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
     policy, progress = parts.policy, parts.progress
     metrics: dict[str, float] = {}
     phases = Phases()
-    with Interrupt(console) as interrupt, console.progress("SFT", config.run.num_steps, progress.step) as advance:
+    with (
+        Interrupt(console) as interrupt,
+        console.progress("SFT", config.run.num_steps, progress.step) as advance,
+    ):
         for step in range(progress.step, config.run.num_steps):
             rows = parts.source.take(config.rows_per_step)
             with phases("train"):
@@ -61,12 +64,14 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
 
 
 def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dict[str, float]:
-    """One optimizer update on the mean log-loss of the trained tokens of ``rows``, whatever the micro-batches."""
+    """One optimizer update on the mean log-loss of the trained tokens of ``rows``, whatever the
+    micro-batches.
+    """
     batch = collate_demonstrations([(row.token_ids, row.loss_mask) for row in rows]).to(policy.device)
     total = 0.0
     for micro in batch.weighted(per_token).split(budget):
         logprobs = policy.logprobs(micro, temperature=1.0)  # [b, T]
-        loss = masked_sum(negative_log_likelihood(logprobs, micro.loss_mask), micro.weights)
+        loss = masked_sum(negative_log_likelihood(logprobs, micro.loss_mask), needed(micro.weights))
         loss.backward()
         total += loss.item()
     return {"loss": total, "grad_norm": policy.update(), "trained_tokens": float(batch.num_tokens)}
@@ -77,8 +82,8 @@ def run(
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona sft`, and the one call from Python.
 
-    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`). ``dry_run`` stops before
-    anything is written.
+    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`). ``dry_run`` stops
+    before anything is written.
     """
     validate(config)
     console = console or Console()
@@ -100,8 +105,8 @@ def run(
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
     trained = sum(sum(d.loss_mask) for d in found.demonstrations)
     console.print(
-        f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens (the answers and their stop "
-        f"tokens); {config.rows_per_step} rows per step, mean over the trained tokens of a step"
+        f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens (the answers and "
+        f"their stop tokens); {config.rows_per_step} rows per step, mean over the trained tokens of a step"
     )
     if dry_run:
         console.print("dry run: everything fits; nothing was trained or written.")

