@@ -100,13 +100,13 @@ def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     policy, prompts = policy_of(), prompts_of(20)
     stops = usual_tokens(policy, prompts, 3)
     alone = 0
-    for first in range(0, 400, 10):
+    for first in range(0, 150, 10):
         sampling = Sampling(group_size=3, max_completion_length=64)
         groups = sample(policy, prompts, sampling, stops=stops, first=first)
         *_, second, last = sorted(len(c.token_ids) for c in groups[0].completions)
         alone += last - second
         assert exact_share(policy, groups)[0] == 1.0
-    assert alone > 100, f"rows went on alone for {alone} tokens only"
+    assert alone > 50, f"rows went on alone for {alone} tokens only"
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
@@ -126,6 +126,17 @@ def test_beyond_one_block_of_keys(lengths: tuple[int, ...]) -> None:
     policy, prompts = policy_of(), prompts_of(*lengths)
     groups = sample(policy, prompts, Sampling(group_size=4, max_completion_length=60))
     assert max(group.kv_length for group in groups) > KV_BLOCK
+    for budget in (10_000, 1):
+        assert exact_share(policy, groups, budget=budget)[0] == 1.0
+
+
+@pytest.mark.parametrize("length", [34, 66, 67, 99])
+def test_the_last_query_rows_of_a_kernel_block(length: int) -> None:
+    """The attention kernel takes 32 or 64 query rows at a time; one to three rows left over had other bits.
+    Heads of 64, as real models have: tiny ones hardly show it."""
+    model = tiny_model("llama", hidden_size=576, head_dim=64, num_attention_heads=9, num_key_value_heads=3)
+    policy, prompts = Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig()), prompts_of(length, 70)
+    groups = sample(policy, prompts, Sampling(group_size=6, max_completion_length=length))
     for budget in (10_000, 1):
         assert exact_share(policy, groups, budget=budget)[0] == 1.0
 

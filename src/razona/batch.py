@@ -18,6 +18,9 @@ from torch import Tensor
 
 from razona.types import Group
 
+CPU_TOKENS = 1024  # enough rows for a matrix product to be at its best, few enough activations
+ACCELERATOR_TOKENS = 16384
+
 
 @dataclass(frozen=True)
 class Span:
@@ -121,24 +124,40 @@ class Batch:
                 yield self.select([row for group in chosen for row in self._rows_of(group)])
 
     def split(self, budget: int) -> Iterator[Batch]:
-        """Parts of at most ``budget`` tokens, prompts counted once per part, in order.
+        """Parts of at most ``budget`` tokens, prompts counted once per part, in order and about equally
+        large.
 
         A group that does not fit is cut between completions; one completion is never cut, so it may exceed
-        the budget.
+        the budget. 0: a size that suits the device.
         """
-        part: list[int] = []
+        budget = budget or (CPU_TOKENS if self.token_ids.device.type == "cpu" else ACCELERATOR_TOKENS)
+        parts = self._cut(budget)
+        low = 1
+        while (
+            low < budget
+        ):  # the smallest budget that makes as many parts: the largest part decides the memory
+            middle = (low + budget) // 2
+            even = self._cut(middle)
+            if len(even) > len(parts):
+                low = middle + 1
+            else:
+                budget, parts = middle, even
+        yield from (self.select(part) for part in parts)
+
+    def _cut(self, budget: int) -> list[list[int]]:
+        """Rows, filled greedily into parts."""
+        parts: list[list[int]] = []
         used = 0
         for row, (group, length) in enumerate(zip(self.group_of, self.lengths, strict=True)):
-            new_prompt = not part or self.group_of[part[-1]] != group
-            cost = length + (len(self.prompts[group]) if new_prompt else 0)
-            if part and used + cost > budget:
-                yield self.select(part)
-                part, used = [], 0
-                cost = length + len(self.prompts[group])
-            part.append(row)
+            prompt = len(self.prompts[group])
+            shared = parts and self.group_of[parts[-1][-1]] == group
+            cost = length if shared else prompt + length
+            if not parts or used + cost > budget:
+                parts.append([])
+                used, cost = 0, prompt + length
+            parts[-1].append(row)
             used += cost
-        if part:
-            yield self.select(part)
+        return parts
 
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows, trimmed to their longest completion. Rewards stay with the whole batch."""

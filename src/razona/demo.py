@@ -69,7 +69,7 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     source = PromptSource(_demonstrations(loaded, demonstrated), seed=config.seed)
     with console.progress("cold start", config.cold_start_steps) as advance:
         for _ in range(config.cold_start_steps):
-            sft.update(policy, source.take(SFT_ROWS), budget=4096)
+            sft.update(policy, source.take(SFT_ROWS), budget=0)
             advance()
     scores["cold_start"] = _judge("after the cold start", policy, loaded, held_out_rows, config, console)
     save(policy.model, policy.tokenizer, folder / "cold-start")
@@ -78,6 +78,8 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     trained = grpo.run(
         _grpo_config(config, folder), console=console, rows=addition.rows(practice), eval_rows=held_out_rows
     )
+    if trained["interrupted"]:
+        raise KeyboardInterrupt  # there is nothing to compare: the demo ends as one is used to
     scores["grpo"] = (trained["eval/exact_answer"], trained["eval/exact_answer/error"])
     _say_score("after GRPO", scores["grpo"], console)
 
@@ -151,7 +153,7 @@ def _control(
     end = time.perf_counter() + seconds
     with console.progress("control (SFT), seconds", round(seconds)) as advance:
         while (now := time.perf_counter()) < end:
-            sft.update(policy, source.take(SFT_ROWS), budget=4096)
+            sft.update(policy, source.take(SFT_ROWS), budget=0)
             advance(time.perf_counter() - now)
     return _judge("the control: SFT for as long as GRPO", policy, loaded, rows, config, console)
 
@@ -185,7 +187,7 @@ def _summary(result: dict[str, Any], seconds: float, folder: Path, console: Cons
     console.print(
         f"\nIt took {result['seconds'] / 60:.1f} minutes and at most {result['peak_rss_gb']:.1f} GB of "
         f"memory. Everything is in {folder}: the run folder grpo (metrics.jsonl, rollouts.jsonl with every "
-        "completion, checkpoints), the trained model grpo/model and the cold start it came from, cold-start.\n"
+        "completion, checkpoints), the trained model grpo/model and what it started from, cold-start.\n"
         "To try next:\n"
         f"  razona generate --model {folder}/grpo/model \\\n"
         f'    --system "{addition.SYSTEM}" --prompt "What is 27 + 58?"\n'

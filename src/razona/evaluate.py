@@ -14,6 +14,7 @@ from razona.config.commands import EvaluateConfig
 from razona.console import Console
 from razona.data import load_rows
 from razona.engines.hf import HFEngine
+from razona.errors import ConfigError, nearest
 from razona.log import rollout_records
 from razona.metrics import mean_and_error
 from razona.rewards import BoundReward, bind
@@ -24,6 +25,8 @@ from razona.types import Engine, Group, Prompt, Sampling
 EVAL_STEP = (
     -1
 )  # in place of a step in the seeds: every evaluation draws with the same ones, so differences are smaller
+
+LENGTH_FIGURES = ("eval/completion_length", "eval/truncated")
 
 
 class Evaluator:
@@ -41,6 +44,15 @@ class Evaluator:
         self.prompts, self.rewards, self.sampling = list(prompts), list(rewards), sampling
         self.seed, self.reward_timeout = seed, reward_timeout
         self.records: list[dict[str, Any]] = []
+
+    def check_best(self, name: str) -> None:
+        """ConfigError unless ``name`` is a figure that the best checkpoint can be chosen by."""
+        measured = [*(f"eval/{b.name}" for b in self.rewards), "eval/reward", *LENGTH_FIGURES]
+        if name not in measured:
+            raise ConfigError(
+                f"eval.best_metric is '{name}', which is not measured.{nearest(name, measured)} "
+                f"Measured are: {', '.join(measured)}."
+            )
 
     def __call__(self, engine: Engine) -> dict[str, float]:
         """Every reward's mean over prompts and its standard error, under ``eval/NAME`` and
@@ -70,10 +82,9 @@ class Evaluator:
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.completions]
-    return {
-        "eval/completion_length": sum(len(c.token_ids) for c in completions) / len(completions),
-        "eval/truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
-    }
+    length = sum(len(c.token_ids) for c in completions) / len(completions)
+    truncated = sum(c.finish_reason == "length" for c in completions) / len(completions)
+    return dict(zip(LENGTH_FIGURES, (length, truncated), strict=True))
 
 
 def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping
 from types import FrameType
@@ -10,7 +11,6 @@ from typing import Any
 from razona.checkpoint import load_checkpoint, newest_checkpoint, prune, save_checkpoint
 from razona.config import GRPOConfig, SFTConfig
 from razona.console import Console
-from razona.errors import ConfigError
 from razona.log import RunFolder
 
 
@@ -28,12 +28,10 @@ class Progress:
         return self.best_step is not None and self.best_step == self.step
 
     def judge(self, metrics: Mapping[str, float], name: str) -> None:
-        """Remembers the step if ``metrics[name]`` is the highest so far (the first of equals stays)."""
-        if name not in metrics:
-            known = ", ".join(key for key in metrics if key.startswith("eval/"))
-            raise ConfigError(f"eval.best_metric is '{name}', which is not measured. Measured are: {known}.")
-        if self.best_value is None or metrics[name] > self.best_value:
-            self.best_value, self.best_step = metrics[name], self.step
+        """Remembers the step if ``metrics[name]`` is the highest so far: the first of equals, never a nan."""
+        value = metrics[name]
+        if not math.isnan(value) and (self.best_value is None or value > self.best_value):
+            self.best_value, self.best_step = value, self.step
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "best_value": self.best_value, "best_step": self.best_step}

@@ -54,7 +54,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "prompts_per_step": ("at least 1", lambda v: v >= 1),
     "minibatches_per_rollout": ("at least 1", lambda v: v >= 1),
     "epochs_per_rollout": ("at least 1", lambda v: v >= 1),
-    "tokens_per_microbatch": ("at least 1", lambda v: v >= 1),
+    "tokens_per_microbatch": ("at least 0 (0: chosen by device)", lambda v: v >= 0),
     "measure_kl_every": ("at least 0 (0: not measured)", lambda v: v >= 0),
     "reward_timeout": ("above 0 seconds", lambda v: v > 0),
     "rows_per_step": ("at least 1", lambda v: v >= 1),

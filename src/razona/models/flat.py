@@ -7,8 +7,9 @@ which activation checkpointing would drop.
 
 **Bit for bit on a CPU.** In bfloat16, stock kernels give a token the same log-prob in this pass as in the
 decode step that sampled it, if (1) both attend over key/values padded to the same length with a mask, (2)
-every attention call has at least four query rows, (3) every matrix product has at least two rows.
-`padded_length` is the first part of the deal.
+every attention call has a multiple of four query rows (the kernel walks them in blocks, and a last block of
+fewer has other bits), (3) every matrix product has at least two rows. `padded_length` is the first part of
+the deal.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class FlatLayout:
     ) -> None:
         self.parts = [part for span in row.spans for part in _parts(span, exact=exact)]
         self.sink = sink
-        self._masks: dict[tuple[int, int, int, int | None], Tensor] = {}
+        self._masks: dict[tuple[object, ...], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [N, heads, D]
@@ -125,7 +126,7 @@ class FlatLayout:
 
     def mask(self, first: int, rows: int, kv_length: int, window: int | None, like: Tensor) -> Tensor:
         """`causal_mask`, made once per row and not once per layer."""
-        key = (first, rows, kv_length, window)
+        key = (first, rows, kv_length, window, like.dtype)
         if key not in self._masks:
             self._masks[key] = causal_mask(first, rows, kv_length, window, like)
         return self._masks[key]
@@ -133,8 +134,10 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences that attend alike: ``lengths`` tokens each, lying one after the other from ``start``, all after
-    the same ``prefix`` (start, length) of tokens that they see too. ``kv_length`` is what keys are padded to."""
+    """Sequences that attend alike: ``lengths`` tokens each, lying one after the other from ``start``, all
+    after the same ``prefix`` (start, length) of tokens that they see too. ``kv_length`` is what keys are
+    padded to.
+    """
 
     prefix: tuple[int, int]
     start: int
@@ -193,8 +196,8 @@ class _TreeAttention(torch.autograd.Function):
     """Attention of all parts of a row: q ``[N, H, D]``, k and v ``[N, KV, D]`` -> ``[N, H, D]``.
 
     The forward pass is the stock kernel, whose bits the sampler shares. The backward pass recomputes the
-    probabilities in fp32, block by block, and writes gradients straight to where they belong: on a CPU it takes
-    half the time of the stock one, and nothing padded is kept.
+    probabilities in fp32, block by block, and writes gradients straight to where they belong: on a CPU it
+    takes half the time of the stock one, and nothing padded is kept.
     """
 
     @staticmethod
@@ -206,8 +209,8 @@ class _TreeAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in layout.parts:
             queries = part.queries(q)
-            missing = MIN_QUERY_ROWS - queries.shape[1]
-            if missing > 0:
+            missing = -queries.shape[1] % MIN_QUERY_ROWS
+            if missing:
                 queries = F.pad(queries, (0, 0, 0, 0, 0, missing))
             keys, values = part.keys(k, part.kv_length), part.keys(v, part.kv_length)
             mask = layout.mask(part.prefix[1], queries.shape[1], keys.shape[1], options.window, q)
@@ -219,12 +222,16 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         q, k, v = ctx.saved_tensors
         grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        grad_k, grad_v = (torch.zeros(x.shape, device=x.device) for x in (k, v))  # summed over completions: fp32
+        grad_k, grad_v = (
+            torch.zeros(x.shape, device=x.device) for x in (k, v)
+        )  # summed over completions: fp32
         for part in ctx.layout.parts:
             count = part.prefix[1]
             queries = part.queries(q)
             keys, values = (part.keys(x, count + queries.shape[1]) for x in (k, v))
-            own = _attention_backward(queries, keys, values, part.queries(grad), count, ctx.layout, ctx.options)
+            own = _attention_backward(
+                queries, keys, values, part.queries(grad), count, ctx.layout, ctx.options
+            )
             part.put(grad_q, own[0])
             for total, found in ((grad_k, own[1]), (grad_v, own[2])):
                 total[part.prefix[0] : part.prefix[0] + count] += found[:, :count].sum(0)
@@ -238,10 +245,11 @@ class _TreeAttention(torch.autograd.Function):
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: int, layout: FlatLayout, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention` for q and grad ``[B, t, H, D]``, k and v ``[B, S, KV, D]``; k's and v's in fp32.
+    """Gradients of `attention` for q and grad ``[B, t, H, D]``, k and v ``[B, S, KV, D]``; k's and v's in
+    fp32.
 
-    With P the probabilities and dP = grad V^T: dV = P^T grad, dS = P (dP - sum(dP P)), dQ = dS K, dK = dS^T Q.
-    Query heads that share a key/value head are rows of one matrix.
+    With P the probabilities and dP = grad V^T: dV = P^T grad, dS = P (dP - sum(dP P)), dQ = dS K, dK = dS^T
+    Q. Query heads that share a key/value head are rows of one matrix.
     """
     batch, t, heads, dim = q.shape
     kv_heads, repeats = k.shape[2], heads // k.shape[2]
@@ -250,7 +258,9 @@ def _attention_backward(
     grad_k, grad_v = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
 
     def rows(x: Tensor) -> Tensor:  # [b, t, H, D] -> [b * KV, repeats * t, D]
-        return x.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).reshape(-1, repeats * x.shape[1], dim)
+        return (
+            x.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).reshape(-1, repeats * x.shape[1], dim)
+        )
 
     row_bytes = 4 * heads * t * k.shape[1]
     b_step = max(1, BLOCK_BYTES // row_bytes)
@@ -259,7 +269,9 @@ def _attention_backward(
         for start in range(0, t, t_step):
             here = (slice(b, b + b_step), slice(start, start + t_step))
             seen = min(k.shape[1], first + start + q[here].shape[1])
-            mask = layout.mask(first + start, q[here].shape[1], seen, options.window, q.new_empty((), dtype=torch.float32))
+            mask = layout.mask(
+                first + start, q[here].shape[1], seen, options.window, q.new_empty((), dtype=torch.float32)
+            )
             queries, grads = rows(q[here]), rows(grad[here])
             keys, values = (x[here[0], :seen].transpose(1, 2).reshape(-1, seen, dim) for x in (k, v))
             scores = torch.bmm(queries.float(), keys.float().transpose(1, 2)).mul_(scale)

@@ -17,13 +17,14 @@ from razona.batch import collate, needed
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
-from razona.data import PromptSource, load_rows
+from razona.data import PromptSource, Rows, load_rows
+from razona.errors import ConfigError
 from razona.evaluate import Evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, rollout_metrics
-from razona.models import save
+from razona.models import LoadedModel, save
 from razona.objective import Objective, dr_grpo, grpo
 from razona.policy import Policy, Reference
 from razona.progress import Interrupt, Progress, finish, open_run, restore, save_run
@@ -126,7 +127,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 advantages=needed(rollout.advantages)[:, 0].reshape(rewards.shape[:2]).tolist(),
             )
             progress.step = step + 1
-            last = step + 1 == config.run.num_steps or interrupt.wanted
+            last = step + 1 == config.run.num_steps
             if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
                 with phases("eval"):
                     metrics |= parts.evaluator(engine)
@@ -134,7 +135,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
-            if last or progress.is_best or _due(step + 1, config.run.save_every):
+            stopping = last or interrupt.wanted  # asked once: what stops here is saved here
+            if stopping or progress.is_best or _due(step + 1, config.run.save_every):
                 with phases("checkpoint"):
                     save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
             seconds = phases.pop()
@@ -145,7 +147,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     f"step {step + 1}: completions of one prompt", records[: config.sampling.group_size][:3]
                 )
             advance()
-            if interrupt.wanted:
+            if stopping:
                 break
     return metrics | {"step": progress.step, "interrupted": progress.step < config.run.num_steps}
 
@@ -179,25 +181,9 @@ def run(
     for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
         if notice:
             console.note(notice)
-
-    evaluator = None
-    if config.eval.data or eval_rows is not None:
-        held_out = load_rows(config.eval.data if eval_rows is None else eval_rows)
-        eval_fns = tuple(eval_reward_fns) or config.eval.rewards
-        evaluator = Evaluator(
-            fitting_prompts(held_out, loaded, config.data, config.sampling, console),
-            bind(
-                eval_fns or reward_fns,
-                columns=held_out.renamed(config.data.rename).columns,
-                weights=None if eval_fns else reward_weights,
-            ),
-            sampling=replace(
-                config.sampling, group_size=config.eval.samples, temperature=config.eval.temperature
-            ),
-            seed=config.run.seed,
-            reward_timeout=config.reward_timeout,
-        )
-
+    held_out = eval_rows if eval_rows is not None else config.eval.data or None
+    held_out = None if held_out is None else load_rows(held_out)
+    evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console)
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
     objective = objective or objective_from(config)
@@ -206,7 +192,8 @@ def run(
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
 
-    log = open_run(config, console, model=loaded.name, fingerprint=table.fingerprint)
+    fingerprint = "+".join(data.fingerprint for data in (table, held_out) if data is not None)
+    log = open_run(config, console, model=loaded.name, fingerprint=fingerprint)
     parts = Parts(
         policy=policy,
         reference=policy.reference(log.path) if config.objective.kl_coef or config.measure_kl_every else None,
@@ -221,6 +208,43 @@ def run(
     result = train(config, objective, parts, console)
     save(policy.model, policy.tokenizer, log.path / "model")
     return finish(log, parts.progress, result, console)
+
+
+def make_evaluator(
+    config: GRPOConfig,
+    loaded: LoadedModel,
+    rows: Rows | None,
+    reward_fns: Sequence[RewardSpec],
+    eval_reward_fns: Sequence[RewardSpec],
+    console: Console,
+) -> Evaluator | None:
+    """What measures held-out ``rows``: with the rewards of training unless evaluation has its own."""
+    best = config.eval.best_metric
+    if rows is None:
+        if best:
+            raise ConfigError(
+                f"eval.best_metric is '{best}', but there are no held-out rows. Give eval.data."
+            )
+        return None
+    own = tuple(eval_reward_fns) or config.eval.rewards
+    rewards = bind(
+        own or reward_fns,
+        columns=rows.renamed(config.data.rename).columns,
+        weights=None if own else config.objective.reward_weights or None,
+    )
+    evaluator = Evaluator(
+        fitting_prompts(rows, loaded, config.data, config.sampling, console),
+        rewards,
+        sampling=replace(
+            config.sampling, group_size=config.eval.samples, temperature=config.eval.temperature
+        ),
+        seed=config.run.seed,
+        reward_timeout=config.reward_timeout,
+    )
+    evaluator.check_best(best or "eval/reward")
+    for notice in (line for b in rewards for line in b.notices):
+        console.note(f"held-out evaluation: {notice}")
+    return evaluator
 
 
 def objective_from(config: GRPOConfig) -> Objective:

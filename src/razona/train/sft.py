@@ -50,15 +50,16 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
             metrics |= {"lr": policy.learning_rate(policy.updates - 1)}
             progress.step = step + 1
             parts.log.log(step + 1, metrics)
-            last = step + 1 == config.run.num_steps or interrupt.wanted
-            if last or (config.run.save_every and (step + 1) % config.run.save_every == 0):
+            # Asked once: what stops here is saved here.
+            stopping = step + 1 == config.run.num_steps or interrupt.wanted
+            if stopping or (config.run.save_every and (step + 1) % config.run.save_every == 0):
                 with phases("checkpoint"):
                     save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
             seconds = phases.pop()
             parts.log.log_timings(step + 1, seconds)
             console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
             advance()
-            if interrupt.wanted:
+            if stopping:
                 break
     return metrics | {"step": progress.step, "interrupted": progress.step < config.run.num_steps}
 
