@@ -18,7 +18,7 @@ from torch import Tensor
 
 from razona.types import Group
 
-CPU_TOKENS = 1024  # enough rows for a matrix product to be at its best, few enough activations
+CPU_TOKENS = 1280  # enough rows for a matrix product to be at its best, few enough activations
 ACCELERATOR_TOKENS = 16384
 
 

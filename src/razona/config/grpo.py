@@ -51,7 +51,7 @@ class GRPOConfig:
     """Passes over a rollout (mu in the papers)."""
     tokens_per_microbatch: int = 0
     """Tokens, prompts counted once, per forward and backward pass; changes memory and speed, not the
-    gradient. 0: 1,024 on a CPU, 16,384 elsewhere."""
+    gradient. 0: 1,280 on a CPU, 16,384 elsewhere."""
     measure_kl_every: int = 0
     """Steps between measurements of the KL to the starting policy when kl_coef is 0; 0: not measured."""
     reward_timeout: float = 60.0

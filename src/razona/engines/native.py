@@ -221,9 +221,7 @@ class _Wave:
         for bucket in self.buckets:
             bucket.advance()
         positions = torch.cat([bucket.positions for bucket in self.buckets])
-        return self.scorer.hidden(
-            self.tokens[rows, step, None], positions[:, None], DecodeLayout(self.buckets)
-        )
+        return self.scorer.decode(self.tokens[rows, step], positions, DecodeLayout(self.buckets))
 
     def _retire(self, finished: Tensor) -> bool:
         """Finished rows leave, their bucket's last rows take their place. False when nobody is left.
@@ -287,12 +285,12 @@ class _Bucket:
         self.positions = self.positions[order]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """q ``[B, H, 1, D]``, k and v ``[B, KV, 1, D]`` of the token being fed -> ``[B, 1, H, D]``."""
-        batch, heads, _, dim = q.shape
+        """q ``[B, H, D]``, k and v ``[B, KV, D]`` of the token being fed -> ``[B, H, D]``."""
+        batch, heads, dim = q.shape
         keys, values = self.keys[layer], self.values[layer]
         at = (self.batch[:batch], self.positions)
-        keys.index_put_(at, k[:, :, 0])
-        values.index_put_(at, v[:, :, 0])
+        keys.index_put_(at, k)
+        values.index_put_(at, v)
         kv_heads = keys.shape[2]
         # The query heads of one key/value head become its query rows, repeated up to the least count.
         queries = q.reshape(batch, kv_heads, heads // kv_heads, dim)
@@ -304,7 +302,7 @@ class _Bucket:
             self._mask(options.window, q),
             options,
         )
-        return out.transpose(1, 2)[:, :, : heads // kv_heads].reshape(batch, 1, heads, dim)
+        return out.transpose(1, 2)[:, :, : heads // kv_heads].reshape(batch, heads, dim)
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor:
         if window not in self.masks:
@@ -322,12 +320,19 @@ class DecodeLayout:
         self.buckets = buckets
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """As transformers passes them: q ``[B, H, 1, D]`` -> ``[B, 1, H, D]``."""
+        return self.attend_tokens(layer, q[:, :, 0], k[:, :, 0], v[:, :, 0], options)[:, None]
+
+    def attend_tokens(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """q ``[B, H, D]``, k and v ``[B, KV, D]`` -> ``[B, H, D]``."""
+        if len(self.buckets) == 1:
+            return self.buckets[0].attend(layer, q, k, v, options)
         parts, first = [], 0
         for bucket in self.buckets:
             rows = slice(first, first + len(bucket.rows))
             parts.append(bucket.attend(layer, q[rows], k[rows], v[rows], options))
             first = rows.stop
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
 
 def _kv_length(prompt: Prompt, sampling: Sampling) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from razona.types import Sampling
+
+BLOCK = 256  # tokens of the vocabulary per block of the cumulative distribution
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:
@@ -33,9 +36,10 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
         logprobs = logits.log_softmax(-1)
         token = logprobs.argmax(-1)
     else:
-        scaled = logits / sampling.temperature if sampling.temperature != 1.0 else logits
-        logprobs = truncate(scaled, sampling).log_softmax(-1)
-        token = _invert(logprobs.exp(), uniform.to(logits.device))
+        logits = logits / sampling.temperature if sampling.temperature != 1.0 else logits
+        logits = truncate(logits, sampling)
+        logprobs = logits.log_softmax(-1)
+        token = _invert(logits.softmax(-1), uniform.to(logits.device))
     return token, logprobs.gather(1, token[:, None])[:, 0]
 
 
@@ -57,8 +61,18 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """First token whose cumulative probability exceeds the uniform; never one of probability 0."""
-    cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    threshold = (uniform[:, None] * total.double()).float().minimum(total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    """First token whose cumulative probability exceeds the uniform; never one of probability 0.
+
+    In two levels, blocks of the vocabulary and then one block: a running sum over all of it is slow.
+    """
+    rows, vocabulary = probabilities.shape
+    blocks = F.pad(probabilities, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends = blocks.sum(-1).double().cumsum(-1)
+    threshold = uniform[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, threshold, right=True).clamp_(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
+    place = torch.searchsorted(inside, threshold - before, right=True)
+    # Rounding may carry the threshold past the block's end: then it is the block's last possible token.
+    last = BLOCK - 1 - (inside >= inside[:, -1:]).sum(-1, keepdim=True) + 1
+    return (block * BLOCK + place.minimum(last))[:, 0]

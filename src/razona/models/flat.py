@@ -214,8 +214,8 @@ class _TreeAttention(torch.autograd.Function):
                 queries = F.pad(queries, (0, 0, 0, 0, 0, missing))
             keys, values = part.keys(k, part.kv_length), part.keys(v, part.kv_length)
             mask = layout.mask(part.prefix[1], queries.shape[1], keys.shape[1], options.window, q)
-            heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
-            part.put(out, attention(*heads_first, mask, options))
+            queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+            part.put(out, attention(queries, keys, values, mask, options))
         return out
 
     @staticmethod

@@ -72,8 +72,8 @@ class Head:
 
 
 class _Logprobs(torch.autograd.Function):
-    """Per chunk of rows, with d = onehot(target) - softmax(logits) through the head's own derivative:
-    dH = g * (d @ W) and dW = d^T @ (g * H), where g is the incoming gradient of each log-prob."""
+    """With d = onehot(target) - softmax(logits) through the head's own derivative: dH = g * (d @ W) and
+    dW = d^T @ (g * H), where g is the incoming gradient of each log-prob."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -85,58 +85,53 @@ class _Logprobs(torch.autograd.Function):
         head: Head,
         temperature: float,
     ) -> Tensor:
-        needs_grad = any(ctx.needs_input_grad[:3])
-        size = target.numel() * weight.shape[0] * weight.element_size()
-        keep = needs_grad and size <= KEPT_BYTES
-        out = torch.empty(target.shape, dtype=torch.float32, device=hidden.device)
-        kept = []
-        for rows in _chunks(target.numel()):
+        count, vocabulary = target.numel(), weight.shape[0]
+        keep = any(ctx.needs_input_grad[:3]) and count * vocabulary * weight.element_size() <= KEPT_BYTES
+        out = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        kept = hidden.new_empty(count, vocabulary) if keep else None
+        for rows in _chunks(count):
             raw = head.project(hidden[rows])
-            _score(raw, target[rows], out[rows], head, temperature, derivatives=keep)
-            if keep:
-                kept.append(raw)
+            _score(raw, target[rows], out[rows], head, temperature, None if kept is None else kept[rows])
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.kept, ctx.head, ctx.temperature = kept, head, temperature
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, bias, target = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(bias.shape, device=weight.device) if need_bias else None
-        for index, rows in enumerate(_chunks(target.numel())):
-            if ctx.kept:
-                d = ctx.kept[index]
-            else:
+        hidden, weight, _, target = ctx.saved_tensors
+        count = target.numel()
+        grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
+        for rows in [slice(0, count)] if ctx.kept is not None else _chunks(count):
+            d = ctx.kept
+            if d is None:
                 d = ctx.head.project(hidden[rows])
-                scratch = torch.empty(d.shape[0], device=d.device)
-                _score(d, target[rows], scratch, ctx.head, ctx.temperature, derivatives=True)
+                _score(d, target[rows], torch.empty(len(d), device=d.device), ctx.head, ctx.temperature, d)
             g = grad[rows, None]
-            if grad_hidden is not None:
-                grad_hidden[rows] = (d @ weight).float().mul_(g).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight += d.t() @ (hidden[rows] * g).to(d.dtype)
-            if grad_bias is not None:
-                grad_bias += (d.float() * g).sum(0)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+            torch.mul(d @ weight, g, out=grad_hidden[rows])
+            if ctx.needs_input_grad[1]:
+                grad_weight = _plus(
+                    grad_weight, d.t() @ (hidden[rows] * g).to(d.dtype), last=rows.stop == count
+                )
+            if ctx.needs_input_grad[2]:
+                grad_bias = _plus(grad_bias, (d.t() @ g.to(d.dtype))[:, 0], last=rows.stop == count)
+        ctx.kept = None  # it is large, and the layers' own backward comes next
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _plus(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:
+    """The sum, in fp32 until the last part."""
+    if total is None:
+        return part if last else part.float()
+    total += part
+    return total.to(part.dtype) if last else total
 
 
 def _score(
-    raw: Tensor, target: Tensor, out: Tensor, head: Head, temperature: float, *, derivatives: bool
+    raw: Tensor, target: Tensor, out: Tensor, head: Head, temperature: float, derivatives: Tensor | None
 ) -> None:
-    """Writes the log-probs of ``target`` to ``out``; with ``derivatives`` also overwrites ``raw`` with
-    d logprob / d raw. 1 - p of the target is taken as -expm1(log p): near certainty 1 - p would lose its
-    digits.
-    """
+    """Writes the log-probs of ``target`` to ``out``, and d logprob / d raw to ``derivatives`` if given (which
+    may be ``raw`` itself). 1 - p of the target is taken as -expm1(log p): near certainty 1 - p would lose its
+    digits."""
     for start in range(0, raw.shape[0], TILE):
         rows = slice(start, start + TILE)
         tile = raw[rows]
@@ -144,9 +139,10 @@ def _score(
         label = target[rows, None]
         chosen = logprobs.gather(1, label)
         out[rows] = chosen[:, 0]
-        if derivatives:
+        if derivatives is not None:
             d = logprobs.exp_().neg_().scatter_(1, label, -torch.expm1(chosen))
-            tile.copy_(d * head.derivative(tile, temperature=temperature))
+            slope = head.derivative(tile, temperature=temperature)
+            derivatives[rows] = d if isinstance(slope, float) and slope == 1.0 else d * slope
 
 
 def _chunks(count: int) -> Iterator[slice]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from razona.batch import Batch
 from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
+from razona.models.lean import LLAMA_SHAPED, TokenLayout, decode_step, lighten
+
+
+class DecodingLayout(Layout, TokenLayout, Protocol):
+    """A layout for both ways a decode step can run."""
 
 
 class FlatScorer(nn.Module):
@@ -29,6 +34,9 @@ class FlatScorer(nn.Module):
         super().__init__()
         self.model = model
         self.head = Head.of(model)
+        ours = type(model).__module__.startswith("transformers.models.")
+        self.lean = ours and model.config.model_type in LLAMA_SHAPED
+        lighten(model)
 
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is
@@ -46,6 +54,12 @@ class FlatScorer(nn.Module):
         out = self.model.base_model(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
         states: Tensor = out.last_hidden_state
         return states.reshape(-1, states.shape[-1])
+
+    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodingLayout) -> Tensor:
+        """Last hidden states ``[B, h]`` of one token per row: tokens and positions ``[B]``."""
+        if self.lean:
+            return decode_step(self.model, tokens, positions, layout)
+        return self.hidden(tokens[:, None], positions[:, None], layout)
 
     @property
     def exact(self) -> bool:
