@@ -26,6 +26,12 @@ def policy_of(arch: str = "llama", learning_rate: float = 1e-3) -> Policy:
     return Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig(learning_rate=learning_rate))
 
 
+def wide_policy() -> Policy:
+    """Matrices and heads as wide as real ones: kernels choose by size, and small ones hide what they do."""
+    model = tiny_model("llama", hidden_size=576, head_dim=64, num_attention_heads=9, num_key_value_heads=3)
+    return Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig())
+
+
 def prompts_of(*lengths: int) -> list[Prompt]:
     chance = random.Random(0)
     ids = [tuple(chance.randrange(5, 195) for _ in range(length)) for length in lengths]
@@ -97,7 +103,7 @@ def test_the_comparison_has_power() -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
-    policy, prompts = policy_of(), prompts_of(20)
+    policy, prompts = wide_policy(), prompts_of(20)
     stops = usual_tokens(policy, prompts, 3)
     alone = 0
     for first in range(0, 150, 10):
@@ -112,7 +118,7 @@ def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_one_prompt_with_one_completion(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
-    policy = policy_of()
+    policy = wide_policy()
     for length in (1, 2, 3, 20):
         for max_length in (1, 2, 40):
             groups = sample(
@@ -132,10 +138,10 @@ def test_beyond_one_block_of_keys(lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("length", [34, 66, 67, 99])
 def test_the_last_query_rows_of_a_kernel_block(length: int) -> None:
-    """The attention kernel takes 32 or 64 query rows at a time; one to three rows left over had other bits.
-    Heads of 64, as real models have: tiny ones hardly show it."""
-    model = tiny_model("llama", hidden_size=576, head_dim=64, num_attention_heads=9, num_key_value_heads=3)
-    policy, prompts = Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig()), prompts_of(length, 70)
+    """The attention kernel takes 32 or 64 query rows at a time; one to three rows left over had other
+    bits.
+    """
+    policy, prompts = wide_policy(), prompts_of(length, 70)
     groups = sample(policy, prompts, Sampling(group_size=6, max_completion_length=length))
     for budget in (10_000, 1):
         assert exact_share(policy, groups, budget=budget)[0] == 1.0

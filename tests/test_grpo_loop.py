@@ -253,6 +253,17 @@ def test_fewer_prompts_than_a_step_takes(model: Path, tmp_path: Path) -> None:
     assert len(texts) > 24, "a prompt that stands twice in a step got the same completions twice"
 
 
+def test_every_step_draws_anew(model: Path, tmp_path: Path) -> None:
+    """The same prompts under the same weights: other completions."""
+    config = grpo_config(model, tmp_path / "run", optimizer__learning_rate=0.0)
+    run_grpo(config, rows=ROWS[:4])
+    records = lines(tmp_path / "run/rollouts.jsonl")
+    first, second = (
+        {(r["prompt"], r["completion"]) for r in records if r["step"] == step} for step in (1, 2)
+    )
+    assert len(first & second) < 4
+
+
 def test_dr_grpo_and_every_aggregation_run(model: Path, tmp_path: Path) -> None:
     seen = set()
     for name in ("grpo", "dr_grpo"):

@@ -145,7 +145,8 @@ class _Wave:
         """Token ids and log-probs of every row."""
         hidden = self._prefill()
         worth_packing = self.sampling.max_completion_length >= PACK_FROM
-        with packed_linears(self.scorer.model, len(self.owners)) if worth_packing else nullcontext():
+        rows, join = len(self.owners), self.scorer.lean
+        with packed_linears(self.scorer.model, rows, join=join) if worth_packing else nullcontext():
             self._decode_all(hidden)
         lengths = self.lengths.masked_fill(self.lengths == 0, self.sampling.max_completion_length).tolist()
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
@@ -245,28 +246,24 @@ class _Wave:
 
 
 class _Bucket:
-    """Rows of one padded length: their keys and values ``[B, S, KV, D]`` per layer, positions and masks."""
+    """Rows of one padded length: keys and values ``[B, 2 * KV, S, D]`` per layer, positions and masks."""
 
     def __init__(self, kv_length: int, rows: list[int], device: torch.device) -> None:
         self.kv_length, self.rows, self.device = kv_length, rows, device
         self.batch = torch.arange(len(rows) + 1, device=device)
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        self.positions = torch.zeros(
-            0, dtype=torch.long, device=device
-        )  # [live rows], of the token being fed
+        self.caches: dict[int, Tensor] = {}
+        self.positions = torch.zeros(0, dtype=torch.long, device=device)  # of the token fed, per live row
         self.masks: dict[int | None, Tensor] = {}  # per sliding window, of the present step
 
     def fill(self, layer: int, k: Tensor, v: Tensor, spans: list[Span]) -> None:
         """Takes the prompt's keys and values ``[N, KV, D]`` for every row."""
         if not len(self.positions):  # the position before the first token fed
             self.positions = torch.tensor([span.prompt_length - 1 for span in spans], device=self.device)
-        shape = (len(self.rows), self.kv_length, *k.shape[1:])
-        self.keys[layer], self.values[layer] = k.new_zeros(shape), v.new_zeros(shape)
+        kv = torch.cat([k, v], 1)
+        self.caches[layer] = kv.new_zeros(len(self.rows), kv.shape[1], self.kv_length, kv.shape[2])
         for row, span in enumerate(spans):
-            prompt = slice(span.start, span.start + span.prompt_length)
-            self.keys[layer][row, : span.prompt_length] = k[prompt]
-            self.values[layer][row, : span.prompt_length] = v[prompt]
+            prompt = kv[span.start : span.start + span.prompt_length]
+            self.caches[layer][row, :, : span.prompt_length] = prompt.transpose(0, 1)
 
     def advance(self) -> None:
         self.positions = self.positions + 1
@@ -279,29 +276,22 @@ class _Bucket:
         order = list(range(len(alive)))
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
-            for cache in (*self.keys.values(), *self.values.values()):
+            for cache in self.caches.values():
                 cache[hole] = cache[mover]
         self.rows = [self.rows[row] for row in order]
         self.positions = self.positions[order]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """q ``[B, H, D]``, k and v ``[B, KV, D]`` of the token being fed -> ``[B, H, D]``."""
+    def attend(self, layer: int, q: Tensor, kv: Tensor, options: AttentionOptions) -> Tensor:
+        """q ``[B, H, D]`` and kv ``[B, 2 * KV, D]`` of the token being fed -> ``[B, H, D]``."""
         batch, heads, dim = q.shape
-        keys, values = self.keys[layer], self.values[layer]
-        at = (self.batch[:batch], self.positions)
-        keys.index_put_(at, k)
-        values.index_put_(at, v)
-        kv_heads = keys.shape[2]
+        cache = self.caches[layer]
+        cache[self.batch[:batch], :, self.positions] = kv
+        keys, values = cache[:batch].chunk(2, 1)
+        kv_heads = keys.shape[1]
         # The query heads of one key/value head become its query rows, repeated up to the least count.
         queries = q.reshape(batch, kv_heads, heads // kv_heads, dim)
         queries = torch.cat([queries] * -(-MIN_QUERY_ROWS // queries.shape[2]), 2)
-        out = attention(
-            queries,
-            keys[:batch].transpose(1, 2),
-            values[:batch].transpose(1, 2),
-            self._mask(options.window, q),
-            options,
-        )
+        out = attention(queries, keys, values, self._mask(options.window, q), options)
         return out.transpose(1, 2)[:, :, : heads // kv_heads].reshape(batch, heads, dim)
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor:
@@ -321,16 +311,17 @@ class DecodeLayout:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """As transformers passes them: q ``[B, H, 1, D]`` -> ``[B, 1, H, D]``."""
-        return self.attend_tokens(layer, q[:, :, 0], k[:, :, 0], v[:, :, 0], options)[:, None]
+        kv = torch.cat([k[:, :, 0], v[:, :, 0]], 1)
+        return self.attend_tokens(layer, q[:, :, 0], kv, options)[:, None]
 
-    def attend_tokens(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """q ``[B, H, D]``, k and v ``[B, KV, D]`` -> ``[B, H, D]``."""
+    def attend_tokens(self, layer: int, q: Tensor, kv: Tensor, options: AttentionOptions) -> Tensor:
+        """q ``[B, H, D]``, keys and values side by side in kv ``[B, 2 * KV, D]`` -> ``[B, H, D]``."""
         if len(self.buckets) == 1:
-            return self.buckets[0].attend(layer, q, k, v, options)
+            return self.buckets[0].attend(layer, q, kv, options)
         parts, first = [], 0
         for bucket in self.buckets:
             rows = slice(first, first + len(bucket.rows))
-            parts.append(bucket.attend(layer, q[rows], k[rows], v[rows], options))
+            parts.append(bucket.attend(layer, q[rows], kv[rows], options))
             first = rows.stop
         return torch.cat(parts)
 

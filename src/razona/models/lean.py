@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from razona.models.flat import AttentionOptions
+from razona.models.packed import GATE_UP, QKV, joined
 
 LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 class TokenLayout(Protocol):
-    """Attends one token per row: q ``[B, H, D]``, k and v ``[B, KV, D]`` -> ``[B, H, D]``."""
+    """Attends one token per row: q ``[B, H, D]``, keys and values side by side in kv ``[B, 2 * KV, D]``
+    -> ``[B, H, D]``."""
 
-    def attend_tokens(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
-    ) -> Tensor: ...
+    def attend_tokens(self, layer: int, q: Tensor, kv: Tensor, options: AttentionOptions) -> Tensor: ...
 
 
 def decode_step(model: Any, tokens: Tensor, positions: Tensor, layout: TokenLayout) -> Tensor:
@@ -32,23 +32,23 @@ def decode_step(model: Any, tokens: Tensor, positions: Tensor, layout: TokenLayo
     base = model.base_model
     x = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x[None], positions[None]))  # [B, 1, D]
+    half = cos.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # -b * sin has the bits of b * -sin
     for layer in base.layers:
         attn, mlp = layer.self_attn, layer.mlp
-        h = layer.input_layernorm.forward(x)
-        q, k, v = (
-            p.forward(h).unflatten(1, (-1, attn.head_dim)) for p in (attn.q_proj, attn.k_proj, attn.v_proj)
-        )
+        qkv = joined(attn, QKV, layer.input_layernorm.forward(x)).unflatten(1, (-1, attn.head_dim))
+        values = qkv.shape[1] // (attn.num_key_value_groups + 2)
+        qk = qkv[:, :-values]
         if hasattr(attn, "q_norm"):
-            q, k = attn.q_norm.forward(q), attn.k_norm.forward(k)
-        qk = torch.cat([q, k], 1)
+            qk = torch.cat([attn.q_norm.forward(qk[:, :-values]), attn.k_norm.forward(qk[:, -values:])], 1)
         first, second = qk.chunk(2, -1)
-        qk = qk * cos + torch.cat([-second, first], -1) * sin
-        q, k = qk[:, : q.shape[1]], qk[:, q.shape[1] :]
+        qk = qk * cos + torch.cat([second, first], -1) * sin
+        kv = torch.cat([qk[:, -values:], qkv[:, -values:]], 1)
         options = AttentionOptions(attn.scaling, _window(attn), None)
-        attended = layout.attend_tokens(attn.layer_idx, q, k, v, options)
+        attended = layout.attend_tokens(attn.layer_idx, qk[:, :-values], kv, options)
         x = x + attn.o_proj.forward(attended.flatten(1))
-        h = layer.post_attention_layernorm.forward(x)
-        x = x + mlp.down_proj.forward(mlp.act_fn(mlp.gate_proj.forward(h)) * mlp.up_proj.forward(h))
+        gate, up = joined(mlp, GATE_UP, layer.post_attention_layernorm.forward(x)).chunk(2, -1)
+        x = x + mlp.down_proj.forward(mlp.act_fn(gate) * up)
     result: Tensor = base.norm(x)
     return result
 
