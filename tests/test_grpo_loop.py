@@ -233,6 +233,7 @@ def test_abstentions(model: Path, tmp_path: Path) -> None:
     records = lines(tmp_path / "some/rollouts.jsonl")
     assert [r["rewards"]["some"] is None for r in records[:8]] == [True, False, False, False] * 2
     assert all(r["advantage"] == 0.0 and r["reward"] is None for r in records[:8:4])
+    assert sum(r["advantage"] for r in records[:4]) == pytest.approx(0, abs=1e-5)
 
     run_grpo(grpo_config(model, tmp_path / "none"), reward_fns=[none])
     first, *_ = lines(tmp_path / "none/metrics.jsonl")

@@ -54,7 +54,7 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]
     ) -> list[Group]:
@@ -289,10 +289,11 @@ class _Bucket:
         keys, values = cache[:batch].chunk(2, 1)
         kv_heads = keys.shape[1]
         # The query heads of one key/value head become its query rows, repeated up to the least count.
-        queries = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-        queries = torch.cat([queries] * -(-MIN_QUERY_ROWS // queries.shape[2]), 2)
+        shared = heads // kv_heads
+        queries = q.reshape(batch, kv_heads, shared, dim)
+        queries = torch.cat([queries] * -(-MIN_QUERY_ROWS // shared), 2)
         out = attention(queries, keys, values, self._mask(options.window, q), options)
-        return out.transpose(1, 2)[:, :, : heads // kv_heads].reshape(batch, heads, dim)
+        return out.transpose(1, 2)[:, :, :shared].reshape(batch, heads, dim)
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor:
         if window not in self.masks:

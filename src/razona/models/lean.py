@@ -36,17 +36,16 @@ def decode_step(model: Any, tokens: Tensor, positions: Tensor, layout: TokenLayo
     sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # -b * sin has the bits of b * -sin
     for layer in base.layers:
         attn, mlp = layer.self_attn, layer.mlp
-        qkv = joined(attn, QKV, layer.input_layernorm.forward(x)).unflatten(1, (-1, attn.head_dim))
+        qkv = joined(attn, QKV, layer.input_layernorm.forward(x)).view(len(x), -1, attn.head_dim)
         values = qkv.shape[1] // (attn.num_key_value_groups + 2)
         qk = qkv[:, :-values]
         if hasattr(attn, "q_norm"):
             qk = torch.cat([attn.q_norm.forward(qk[:, :-values]), attn.k_norm.forward(qk[:, -values:])], 1)
-        first, second = qk.chunk(2, -1)
-        qk = qk * cos + torch.cat([second, first], -1) * sin
+        qk = qk * cos + torch.cat([qk[..., half:], qk[..., :half]], -1) * sin
         kv = torch.cat([qk[:, -values:], qkv[:, -values:]], 1)
         options = AttentionOptions(attn.scaling, _window(attn), None)
         attended = layout.attend_tokens(attn.layer_idx, qk[:, :-values], kv, options)
-        x = x + attn.o_proj.forward(attended.flatten(1))
+        x = x + attn.o_proj.forward(attended.view(len(x), -1))
         gate, up = joined(mlp, GATE_UP, layer.post_attention_layernorm.forward(x)).chunk(2, -1)
         x = x + mlp.down_proj.forward(mlp.act_fn(gate) * up)
     result: Tensor = base.norm(x)
