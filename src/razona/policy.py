@@ -48,10 +48,10 @@ class Policy:
             )
         self.names = list(named)
         self.compute: list[nn.Parameter] = list(named.values())
+        self.scorer: Scorer = wrap(model)
         self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
         if precision == "pure_bf16":
             _to_bf16(model)
-        self.scorer: Scorer = wrap(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(

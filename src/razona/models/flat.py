@@ -69,9 +69,12 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface; ``attention_mask`` and dropout are unused, the layout knows."""
+    if s_aux is not None:
+        raise ValueError("attention sinks (s_aux) have no place in a flat row; such a model runs full rows")
     options = AttentionOptions(scaling, sliding_window, softcap)
     return layout.attend(module.layer_idx, query, key, value, options), None  # type: ignore[arg-type]
 

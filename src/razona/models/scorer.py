@@ -106,7 +106,7 @@ Scorer = FlatScorer | FullRowScorer
 
 def wrap(model: Any) -> Scorer:
     """The fastest scorer that is right for this model: flat if a flat row of two completions agrees with full
-    rows.
+    rows. Best asked while the model is in fp32, where agreement is sharp.
     """
     full = FullRowScorer(model)
     if not getattr(model, "_supports_attention_backend", False):
@@ -128,16 +128,20 @@ def wrap(model: Any) -> Scorer:
     neighbour_changed = replace(probe, token_ids=changed)
     original = model.config._attn_implementation
     with torch.no_grad(), eval_mode(model):
-        expected = full(probe)
+        with plain_attention(model):
+            expected = full(probe)
         model.set_attn_implementation("razona")
         try:
             found, other = flat(probe), flat(neighbour_changed)
         except (TypeError, AttributeError, RuntimeError, ValueError):  # not our kind of model
             found = other = torch.full_like(expected, torch.nan)
     spread = expected.std().clamp(min=1e-3)
-    tolerance = 2e-2 if next(model.parameters()).dtype == torch.float32 else 0.3
-    # The largest difference, not the mean: a short convolution goes wrong on the first tokens alone.
-    agrees = (found - expected).abs().max() < tolerance * spread
+    difference = (found - expected).abs()
+    if next(model.parameters()).dtype == torch.float32:
+        # The largest difference, not the mean: a short convolution goes wrong on the first tokens alone.
+        agrees = difference.max() < 2e-2 * spread
+    else:  # single tokens of a trained model may differ by nats in bf16, and that means nothing
+        agrees = difference.mean() < 0.3 * spread
     leaks = (found[1] - other[1]).abs().max() > 1e-2 * spread  # into a completion, from the one before it
     if agrees and not leaks:
         return flat
