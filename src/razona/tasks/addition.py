@@ -1,6 +1,6 @@
 """Two-digit addition, thought aloud: prompts, a verifier, a few demonstrations. Made here, from a seed.
 
-An answer looks like ``<think>40 + 30 = 70, 7 + 5 = 12, 70 + 12 = 82</think> 82``.
+An answer looks like ``<think>7 + 5 = 12, 4 + 3 = 7</think> 82``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ def question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def demonstration(a: int, b: int) -> str:
-    """A worked answer: tens, units, their sum."""
-    tens, units = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
-    return (
-        f"<think>{a // 10 * 10} + {b // 10 * 10} = {tens}, {a % 10} + {b % 10} = {units}, "
-        f"{tens} + {units} = {a + b}</think> {a + b}"
-    )
+    """A worked answer: the sums of the two columns, units first. The carry is left to the reader."""
+    return f"<think>{a % 10} + {b % 10} = {a % 10 + b % 10}, {a // 10} + {b // 10} = {a // 10 + b // 10}</think> {a + b}"
 
 
 def rows(pairs: list[tuple[int, int]], *, demonstrated: bool = False) -> list[dict[str, Any]]:
