@@ -18,7 +18,9 @@ def question(a: int, b: int) -> list[dict[str, str]]:
 
 def demonstration(a: int, b: int) -> str:
     """A worked answer: the sums of the two columns, units first. The carry is left to the reader."""
-    return f"<think>{a % 10} + {b % 10} = {a % 10 + b % 10}, {a // 10} + {b // 10} = {a // 10 + b // 10}</think> {a + b}"
+    units = f"{a % 10} + {b % 10} = {a % 10 + b % 10}"
+    tens = f"{a // 10} + {b // 10} = {a // 10 + b // 10}"
+    return f"<think>{units}, {tens}</think> {a + b}"
 
 
 def rows(pairs: list[tuple[int, int]], *, demonstrated: bool = False) -> list[dict[str, Any]]:
