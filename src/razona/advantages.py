@@ -24,7 +24,7 @@ def group_normalized(rewards: Tensor, *, std: Std = "population", eps: float = 1
     ``std`` divides by the deviation with G ("population", numpy's default), with G - 1 ("sample", as TRL and
     verl do), or not at all ("none"). Computed in float64.
 
-    >>> group_normalized(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).round(decimals=2).tolist()
+    >>> group_normalized(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).double().round(decimals=2).tolist()
     [[0.96, -0.58, -1.35, 0.96]]
     """
     centred, counted, informative = _centred(rewards)
@@ -46,7 +46,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     """``r_i - mean of the other judged rewards`` within each group (RLOO, arXiv 2402.14740); n / (n - 1) (r_i
     - mean).
 
-    >>> leave_one_out(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).round(decimals=4).tolist()
+    >>> leave_one_out(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).double().round(decimals=4).tolist()
     [[1.6667, -1.0, -2.3333, 1.6667]]
     """
     centred, counted, informative = _centred(rewards)
