@@ -40,7 +40,7 @@ from razona.types import Sampling
 DEMONSTRATIONS = 32
 SFT_OPTIMIZER = OptimizerConfig(learning_rate=5e-5)
 SFT_ROWS = 8
-SAMPLING = Sampling(group_size=8, max_completion_length=64)
+SAMPLING = Sampling(group_size=8, max_completion_length=48)
 EVAL_SAMPLES = 2  # per held-out prompt: the error bar is over prompts
 
 Score = tuple[float, float | None]
@@ -113,7 +113,7 @@ def _grpo_config(config: DemoConfig, folder: Path) -> GRPOConfig:
         rewards=("exact_answer",),
         sampling=SAMPLING,
         objective=ObjectiveConfig(weights="per_token"),
-        optimizer=OptimizerConfig(learning_rate=5e-6),
+        optimizer=OptimizerConfig(learning_rate=1e-5),
         eval=EvalConfig(samples=EVAL_SAMPLES),
         run=RunConfig(
             output_dir=str(folder / "grpo"), num_steps=config.grpo_steps, seed=config.seed, overwrite=True
