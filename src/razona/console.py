@@ -107,9 +107,9 @@ class Console:
             if done < total and now - said < PLAIN_SECONDS:
                 return
             said = now
-            left = (now - start) / max(1, done - before) * (total - done)
+            left = max(0.0, (now - start) / max(1, done - before) * (total - done))
             self.print(
-                f"{description} {done}/{total}  elapsed {clock_text(now - start)}  left {clock_text(left)}"
+                f"{description} {done:.0f}/{total}  elapsed {clock_text(now - start)}  left {clock_text(left)}"
             )
 
         return advance

@@ -26,7 +26,7 @@ from razona.types import Completion, Group, Prompt, Sampling
 
 PACK_FROM = 32  # decode steps from which on blocking the weights first is worth its time
 SAMPLE_TILE = 16  # rows whose logits are worked on at a time, to stay in the processor's cache
-KV_BYTES = 2 * 2**30  # keys and values held at once; more rows than fit are sampled in waves
+KV_BYTES = 2**29  # keys and values held at once; more rows than fit are sampled in waves
 
 
 class NativeEngine:
