@@ -108,9 +108,8 @@ class Console:
                 return
             said = now
             left = max(0.0, (now - start) / max(1, done - before) * (total - done))
-            self.print(
-                f"{description} {done:.0f}/{total}  elapsed {clock_text(now - start)}  left {clock_text(left)}"
-            )
+            elapsed = clock_text(now - start)
+            self.print(f"{description} {done:.0f}/{total}  elapsed {elapsed}  left {clock_text(left)}")
 
         return advance
 
