@@ -288,10 +288,12 @@ class _Bucket:
         cache[self.batch[:batch], :, self.positions] = kv
         keys, values = cache[:batch].chunk(2, 1)
         kv_heads = keys.shape[1]
-        # The query heads of one key/value head become its query rows, repeated up to the least count.
+        # The query heads of one key/value head become its query rows, repeated up to a multiple of the least
+        # count.
         shared = heads // kv_heads
+        whole, part = divmod(-(-shared // MIN_QUERY_ROWS) * MIN_QUERY_ROWS, shared)
         queries = q.reshape(batch, kv_heads, shared, dim)
-        queries = torch.cat([queries] * -(-MIN_QUERY_ROWS // shared), 2)
+        queries = torch.cat([queries] * whole + [queries[:, :, :part]] * (part > 0), 2)
         out = attention(queries, keys, values, self._mask(options.window, q), options)
         return out.transpose(1, 2)[:, :, :shared].reshape(batch, heads, dim)
 

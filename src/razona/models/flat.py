@@ -200,7 +200,7 @@ class _TreeAttention(torch.autograd.Function):
 
     The forward pass is the stock kernel, whose bits the sampler shares. The backward pass recomputes the
     probabilities in fp32, block by block, and writes gradients straight to where they belong: on a CPU it
-    takes half the time of the stock one, and nothing padded is kept.
+    takes less time than the stock one, and nothing padded is kept.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
 """The same arithmetic as transformers' modules, bit for bit, with less around it.
 
-`lighten` gives RMS norms a backward pass of their own: stock autograd keeps three tensors per norm, two of
-them in fp32; this keeps the input. `decode_step` is the forward pass of one token per row for the Llama shape
-of decoder: a decode step is so short that the calls between the matrix products decide its time.
+`lighten` gives RMS norms a backward pass of their own: stock autograd keeps an fp32 copy of the input and
+the normalised values beside it; this keeps the input. `decode_step` is the forward pass of one token per row
+for the Llama shape of decoder: a decode step is so short that the calls between the matrix products decide
+its time.
 """
 
 from __future__ import annotations
