@@ -48,9 +48,9 @@ class DemoConfig:
 
     seed: int = 0
     output_dir: str = "runs/demo"
-    cold_start_steps: int = 24
+    cold_start_steps: int = 16
     """SFT steps on the demonstrations before GRPO."""
-    grpo_steps: int = 24
+    grpo_steps: int = 32
     """GRPO steps; the control goes on with SFT for the same time."""
     eval_prompts: int = 200
     """Held-out prompts; no number pair of them is in the demonstrations."""

@@ -1,6 +1,7 @@
 """Two-digit addition, thought aloud: prompts, a verifier, a few demonstrations. Made here, from a seed.
 
-An answer looks like ``<think>7 + 5 = 12, 4 + 3 = 7</think> 82``.
+An answer looks like ``<think>34 + 52 = 86</think> 86``. The demonstrations hold only sums whose units do not
+carry: how to carry is left for reinforcement learning to find.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ def question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def demonstration(a: int, b: int) -> str:
-    """A worked answer: the sums of the two columns, units first. The carry is left to the reader."""
-    units = f"{a % 10} + {b % 10} = {a % 10 + b % 10}"
-    tens = f"{a // 10} + {b // 10} = {a // 10 + b // 10}"
-    return f"<think>{units}, {tens}</think> {a + b}"
+    """A worked answer."""
+    return f"<think>{a} + {b} = {a + b}</think> {a + b}"
+
+
+def carries(a: int, b: int) -> bool:
+    """Whether the units add up to ten or more."""
+    return a % 10 + b % 10 >= 10
 
 
 def rows(pairs: list[tuple[int, int]], *, demonstrated: bool = False) -> list[dict[str, Any]]:
@@ -33,13 +37,17 @@ def rows(pairs: list[tuple[int, int]], *, demonstrated: bool = False) -> list[di
 
 
 def split(seed: int, *, demonstrations: int, held_out: int) -> tuple[list[tuple[int, int]], ...]:
-    """Number pairs (demonstrated, held out, for GRPO), disjoint: a + b and b + a count as one pair."""
+    """Number pairs (demonstrated, held out, for GRPO), disjoint: a + b and b + a count as one pair.
+
+    Those demonstrated do not carry; the others are as they come, about half of them do.
+    """
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     chance = random.Random(seed)
     chance.shuffle(pairs)
     pairs = [pair if chance.random() < 0.5 else pair[::-1] for pair in pairs]
-    first, second = demonstrations, demonstrations + held_out
-    return pairs[:first], pairs[first:second], pairs[second:]
+    judged, others = pairs[:held_out], pairs[held_out:]
+    demonstrated = [pair for pair in others if not carries(*pair)][:demonstrations]
+    return demonstrated, judged, [pair for pair in others if pair not in set(demonstrated)]
 
 
 def constant_accuracy(pairs: list[tuple[int, int]]) -> float:
