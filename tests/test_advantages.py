@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 
 from razona.advantages import Std, flat_groups, group_centered, group_normalized, leave_one_out, total_rewards
-from razona.objective import dr_grpo, grpo
+from razona.objective import cispo, dapo, dr_grpo, grpo, gspo, rloo
 
 NAN = math.nan
 CONVENTIONS = ("population", "sample", "none")
@@ -50,6 +50,35 @@ def test_golden_groups(rewards: list[float], std: Std, eps: float, expected: lis
 def test_eps_breaks_scale_invariance_for_tiny_rewards() -> None:
     assert advantages([3e-4, 1e-4, 0, 3e-4])[0] == near(0.543706)
     assert advantages([3e-5, 1e-5, 0, 3e-5])[0] == near(0.110629)
+
+
+def test_batch_std_golden() -> None:
+    """ADV-8: the mean is the group's, the deviation that of all eight rewards."""
+    rewards = torch.tensor([[3.0, 1.0, 0.0, 3.0], [1.0, 1.0, 0.0, 1.0]])
+    found = group_normalized(rewards, std="batch", eps=0.0)
+    assert found[0].tolist() == near([1.147079, -0.688247, -1.605910, 1.147079])
+    assert found[1].tolist() == near([0.229416, 0.229416, -0.688247, 0.229416])
+
+
+@given(groups, st.lists(st.integers(-20, 20), min_size=2, max_size=9), st.integers(0, 3))
+def test_batch_std_is_that_of_every_judged_reward(
+    first: list[float], second: list[float], abstained: int
+) -> None:
+    size = max(len(first), len(second)) + abstained
+    rows = [row + [NAN] * (size - len(row)) for row in (first, second)]
+    found = group_normalized(torch.tensor(rows, dtype=torch.float64), std="batch", eps=0.0)
+    judged = torch.tensor(first + second, dtype=torch.float64)
+    deviation = ((judged - judged.mean()) ** 2).mean().sqrt().item()
+    for row, advantages_ in zip((first, second), found.tolist(), strict=True):
+        flat = max(row) == min(row)
+        mean = sum(row) / len(row)
+        expected = [0.0 if flat else (r - mean) / deviation for r in row]
+        assert advantages_ == near([*expected, *[0.0] * (size - len(row))], 1e-5)
+
+
+def test_batch_std_without_anything_to_learn_is_zero() -> None:
+    for rows in ([[NAN, NAN]], [[1.0, 1.0]], [[1.0, NAN], [NAN, 2.0]]):
+        assert (group_normalized(torch.tensor(rows), std="batch", eps=0.0) == 0).all()
 
 
 def test_leave_one_out_golden() -> None:
@@ -189,3 +218,7 @@ def test_objectives_carry_their_advantage_rule() -> None:
     assert rule(grpo(std="sample"))[:2] == near([0.833278, -0.499967])
     assert rule(dr_grpo(max_tokens=8))[:4] == near([1.25, -0.75, -1.75, 1.25])
     assert rule(dr_grpo(max_tokens=8, std="population"))[:2] == near([0.962176, -0.577306])
+    for objective in (dapo(), gspo(), cispo()):
+        assert rule(objective)[:2] == near([0.962176, -0.577306])
+    assert rule(rloo()) == near([1.666667, -1, -2.333333, 1.666667, 0, 0, 0, 0])
+    assert rule(dapo(std="batch"))[:2] == near([1.25 / 0.992257, -0.75 / 0.992257])

@@ -179,14 +179,17 @@ def test_only_rows_with_a_signal_remain(batch: Batch, data: st.DataObject) -> No
     advantages = torch.tensor(signal).float()[:, None] * sign
     batch = replace(batch, advantages=advantages)
     kept = batch.with_signal()
-    wanted = [row for row, any_ in zip(rows_of(batch), signal, strict=True) if any_]
-    if any(signal):
+    trained = batch.loss_mask.any(1).tolist()
+    live = [any_ and row for any_, row in zip(signal, trained, strict=True)]
+    wanted = [row for row, any_ in zip(rows_of(batch), live, strict=True) if any_]
+    if any(live):
         assert rows_of(kept) == wanted
         assert kept.advantages is not None and (kept.advantages != 0).all()
-    else:
-        assert {prompt for prompt, _ in rows_of(kept)} == {batch.prompts[0]}
-        assert len(kept) == batch.group_of.count(0)
-    if all(signal):
+    else:  # one group, of those with a trained token if there are any
+        group = batch.group_of[trained.index(True) if any(trained) else 0]
+        assert {prompt for prompt, _ in rows_of(kept)} == {batch.prompts[group]}
+        assert len(kept) == batch.group_of.count(group)
+    if all(live):
         assert kept is batch
 
 
@@ -238,6 +241,22 @@ def test_collate_pads_on_the_right_and_trains_every_token() -> None:
     assert batch.sampler_logprobs.tolist() == [[-1, -2, -3], [-4, 0, 0]]
     assert (len(batch), batch.num_tokens, batch.kv_lengths, batch.group_of) == (2, 4, (64,), (0, 0))
     assert batch.rewards is rewards and batch.select([0]).rewards is None
+
+
+def test_the_overlong_filter_trains_no_token_of_a_completion_that_was_cut_off() -> None:
+    """Its row, its length and its reward stay: only the mask goes, and what stood under it."""
+    reasons = ("length", "stop", "aborted")
+    completions = tuple(Completion((4, 5), (-1.0, -2.0), "", reason, 0) for reason in reasons)
+    rewards = torch.arange(3.0).reshape(1, 3, 1)
+    group = Group(Prompt(0, "", (1,), {}), completions)
+    batch = collate([group], rewards, overlong_filter=True)
+    assert batch.loss_mask.tolist() == [[False, False], [True, True], [False, False]]
+    assert batch.sampler_logprobs is not None
+    assert batch.sampler_logprobs.tolist() == [[0, 0], [-1, -2], [0, 0]]
+    assert batch.lengths == (2, 2, 2) and batch.rewards is rewards and batch.num_tokens == 2
+    assert batch.weighted(per_sequence).weights.sum() == pytest.approx(1 / 3)  # type: ignore[union-attr]
+    assert batch.weighted(per_token).weights.sum() == pytest.approx(1.0)  # type: ignore[union-attr]
+    assert collate([group], rewards).loss_mask.all()
 
 
 def test_advantages_see_rewards_weights_and_mask() -> None:

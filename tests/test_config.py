@@ -17,6 +17,7 @@ from razona.config import (
     EvaluateConfig,
     GenerateConfig,
     GRPOConfig,
+    ImportanceConfig,
     ObjectiveConfig,
     OptimizerConfig,
     RunConfig,
@@ -29,7 +30,23 @@ from razona.types import Sampling
 
 COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, DemoConfig)
 # Where "another value of the type" would be out of range.
-OTHER = {"top_p": 0.9, "min_p": 0.05, "best_metric": "eval/exact_answer", "betas": (0.8, 0.95)}
+OTHER = {
+    "top_p": 0.9,
+    "min_p": 0.05,
+    "best_metric": "eval/exact_answer",
+    "betas": (0.8, 0.95),
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "dual_clip": 3.0,
+}
+# What an option needs beside it, to have anything to act on.
+LEVEL = (("objective", "importance", "level"), "token")
+BESIDE: dict[str, tuple[tuple[str, ...], Any]] = {
+    "outside": LEVEL,
+    "low": LEVEL,
+    "high": LEVEL,
+    "refresh_reference_every": (("measure_kl_every",), 5),
+}
 
 
 def leaves(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -70,12 +87,13 @@ def replaced(config: Any, path: tuple[str, ...], value: Any) -> Any:
     )
 
 
-def as_toml(path: tuple[str, ...], value: Any) -> str:
+def as_toml(path: tuple[str, ...], value: Any, within: tuple[str, ...] = ()) -> str:
+    """Without its heading where that table is open already."""
     text = json.dumps(value)
     if isinstance(value, dict):
         text = "{" + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + "}"
     *table, name = path
-    return (f"[{'.'.join(table)}]\n" if table else "") + f"{name} = {text}\n"
+    return ("" if tuple(table) == within else f"[{'.'.join(table)}]\n") + f"{name} = {text}\n"
 
 
 def as_flags(path: tuple[str, ...], value: Any) -> list[str]:
@@ -95,10 +113,15 @@ def test_python_toml_and_flags_mean_the_same_for_every_option(cls: type, tmp_pat
     for path, hint, default in leaves(cls()):
         value = other_value(path[-1], hint, default)
         assert value != default, path
-        in_python = replaced(cls(), path, value)
+        base, toml, flags, within = cls(), "", [], ()
+        if path[-1] in BESIDE:
+            beside = BESIDE[path[-1]]
+            base, toml, flags = replaced(base, *beside), as_toml(*beside), as_flags(*beside)
+            within = beside[0][:-1]
+        in_python = replaced(base, path, value)
         file = tmp_path / "run.toml"
-        file.write_text(as_toml(path, value))
-        from_toml, from_flags = load_config(cls, file), load_config(cls, None, as_flags(path, value))
+        file.write_text(toml + as_toml(path, value, within))
+        from_toml, from_flags = load_config(cls, file), load_config(cls, None, flags + as_flags(path, value))
         assert in_python == from_toml == from_flags != cls(), path
         assert type(from_toml) is type(from_flags) is cls
         assert repr(in_python) == repr(from_toml) == repr(from_flags), (
@@ -175,7 +198,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas = [0.9] is a list, expected a list of 2 numbers"),
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan is not a finite number"),
         ("[data.rename]\na = 1", "data.rename.a = 1 is a whole number, expected text"),
-        ('[objective]\nname = "dr-grpo"', "is none of 'grpo', 'dr_grpo'. Did you mean 'dr_grpo'?"),
+        ('[objective]\nname = "dr-grpo"', "'rloo', 'gspo', 'cispo'. Did you mean 'dr_grpo'?"),
         ("model = 3", "model is a table of options, not 3. Write [model] and its options below it"),
         ("[run\n", "is not valid TOML"),
     ],
@@ -189,6 +212,14 @@ def test_wrong_values_name_key_value_and_type(toml: str, message: str, tmp_path:
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml cannot be read: No such file"):
         load_config(GRPOConfig, tmp_path / "none.toml")
+
+
+def objective(**options: Any) -> GRPOConfig:
+    return GRPOConfig(objective=ObjectiveConfig(**options))
+
+
+def importance(**options: Any) -> GRPOConfig:
+    return objective(importance=ImportanceConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +236,25 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         ),
         (GRPOConfig(objective=ObjectiveConfig(reward_weights=(0.0, 0.0))), "all 0"),
         (GRPOConfig(objective=ObjectiveConfig(clip_low=1.5)), "above 0 and at most 1"),
-        (GRPOConfig(objective=ObjectiveConfig(name="ppo")), "'ppo' is none of 'grpo', 'dr_grpo'"),  # type: ignore
+        (GRPOConfig(objective=ObjectiveConfig(name="ppo")), "'ppo' is none of 'grpo', 'dr_grpo', 'dapo'"),  # type: ignore
+        (objective(name="gspo", weights="per_token"), "one term per completion, whatever its length"),
+        (objective(name="rloo", weights="fixed_length"), "RLOO has one term per completion"),
+        (
+            objective(name="rloo", std="sample"),
+            "objective.std = 'sample' cannot work with objective.name = 'rloo'",
+        ),
+        (objective(name="gspo", dual_clip=3.0), "a mean over the completion"),
+        (objective(name="rloo", dual_clip=3.0), "the dual clip is of a token's"),
+        (objective(name="cispo", dual_clip=3.0), "bounds every token's weight already. Leave it out"),
+        (objective(dual_clip=1.0), "objective.dual_clip = 1.0 cannot work: it must be above 1"),
+        (objective(clip_high=0.0), "objective.clip_high = 0.0 cannot work: it must be above 0"),
+        (objective(refresh_reference_every=9), "refresh_reference_every = 9: there is nothing to refresh"),
+        (objective(soft_overlong=257), "soft_overlong = 257 is more than a completion has, sampling.max_com"),
+        (importance(high=5.0), "importance.high = 5.0 has nothing to act on: importance.level is none"),
+        (importance(outside="mask"), "importance.outside = 'mask' has nothing to act on"),
+        (importance(level="token", low=1.5), "at most 1, the ratio of equals"),
+        (importance(level="token", high=0.5), "at least 1, the ratio of equals"),
+        (importance(level="tokens"), "Did you mean 'token'?"),
         (GRPOConfig(rewards=["format"]), r"is a list, expected a tuple: write ('format',)"),  # type: ignore
         (GRPOConfig(run=None), "run = None is a NoneType, expected a RunConfig"),  # type: ignore
         (GRPOConfig(run=RunConfig(num_steps=0)), "run.num_steps = 0 cannot work: it must be at least 1"),

@@ -45,7 +45,8 @@ def test_the_clip_is_one_sided_and_pessimistic(
     ).item()
     stopped = (advantage > 0 and rho > 1 + high) or (advantage < 0 and rho < 1 - low)
     assert found == pytest.approx(0.0 if stopped else -rho * advantage, abs=1e-12)
-    below, above = clip_fractions(*tensors, mask, clip_low=low, clip_high=high)
+    rho_of = ratio(tensors[0], tensors[1], mask)
+    below, above = clip_fractions(rho_of, tensors[2], mask, clip_low=low, clip_high=high)
     assert (below | above).item() == stopped
 
 

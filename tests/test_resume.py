@@ -67,6 +67,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "measured kl": {"measure_kl_every": 3},
     "eval": {"eval__every": 3, "eval__samples": 2},
     "eval at the end": {"objective__name": "dr_grpo"},
+    "refreshed reference": {"objective__kl_coef": 0.1, "objective__refresh_reference_every": 1},
+    "reference refreshed in the middle": {"objective__kl_coef": 0.1, "objective__refresh_reference_every": 2},
+    "gspo": {"objective__name": "gspo", "minibatches_per_rollout": 3, "objective__overlong_filter": True},
     "schedule": {"optimizer__schedule": "cosine", "optimizer__warmup_steps": 1,
                  "optimizer__weight_decay": 0.1},
     "in order": {"data__shuffle": False},
@@ -94,7 +97,7 @@ def test_grpo_stopped_by_ctrl_c_and_resumed(model: Path, tmp_path: Path, name: s
     assert contents(halves) == contents(whole)
 
 
-@pytest.mark.parametrize("name", ["plain", "eval", "kl, several updates"])
+@pytest.mark.parametrize("name", ["plain", "eval", "kl, several updates", "refreshed reference"])
 def test_grpo_that_failed_and_resumed(model: Path, tmp_path: Path, name: str) -> None:
     """It had gone on after its last checkpoint: those lines are cut off and written again."""
     options = {"run__num_steps": 5, "prompts_per_step": 3, "run__save_every": 2, **RUNS[name]}
@@ -125,13 +128,18 @@ def test_a_finished_run_resumed_changes_nothing(model: Path, tmp_path: Path) -> 
     assert result["step"] == 2 and contents(tmp_path / "run") == before
 
 
-def test_resume_without_a_checkpoint_begins_again(model: Path, tmp_path: Path) -> None:
-    run_grpo(grpo_config(model, tmp_path / "whole"))
+@pytest.mark.parametrize(
+    "options", [{}, {"objective__kl_coef": 0.1, "objective__refresh_reference_every": 1}]
+)
+def test_resume_without_a_checkpoint_begins_again(
+    model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run_grpo(grpo_config(model, tmp_path / "whole", **options))
     for _ in range(2):
         with pytest.raises(ValueError, match="the power went out"):
-            config = grpo_config(model, tmp_path / "again", run__resume=True)
+            config = grpo_config(model, tmp_path / "again", run__resume=True, **options)
             run_grpo(config, reward_fns=[Stopping(2, fail=True)])
-    run_grpo(grpo_config(model, tmp_path / "again", run__resume=True))
+    run_grpo(grpo_config(model, tmp_path / "again", run__resume=True, **options))
     assert contents(tmp_path / "again") == contents(tmp_path / "whole")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given, strategies as st
 from test_rewards import CASES, groups_of, run
 
 from razona.errors import RewardError
@@ -17,6 +19,7 @@ from razona.rewards import (
     extract_answer,
     length,
     resolve,
+    soft_overlong,
     think_format,
 )
 
@@ -112,6 +115,31 @@ def test_length():
     ]
     with pytest.raises(RewardError, match=r"length\(target=0\): the target is a number of tokens"):
         length(target=0)
+
+
+def test_soft_overlong_golden():
+    """OVL-1: 20480 = 16384 + a cache of 4096."""
+    punish = soft_overlong(20480, 4096)
+    lengths = (0, 16384, 16385, 17408, 18432, 20480, 20481)
+    found = punish(completion_ids=[range(n) for n in lengths])
+    assert found == pytest.approx([0, 0, -0.000244, -0.25, -0.5, -1, -1], abs=6e-7)
+    assert str(found[0]) == "0.0"
+
+
+@given(st.integers(1, 60), st.data())
+def test_soft_overlong_is_continuous_and_falls(limit, data):
+    cache = data.draw(st.integers(0, limit))
+    found = soft_overlong(limit, cache)(completion_ids=[range(n) for n in range(limit + 5)])
+    steps = [a - b for a, b in itertools.pairwise(found)]
+    assert found[limit - cache] == 0 and found[limit + 1] == -1 and (not cache or found[limit] == -1)
+    assert all(-1 <= value <= 0 for value in found)
+    assert all(0 <= step <= 1 / max(1, cache) + 1e-12 for step in steps)
+
+
+def test_soft_overlong_refuses_a_cache_beyond_the_limit():
+    for limit, cache in ((8, 9), (8, -1), (0, 0)):
+        with pytest.raises(RewardError, match=r"Give a cache of 0 to max_completion_length"):
+            soft_overlong(limit, cache)
 
 
 def test_helpers():

@@ -15,14 +15,15 @@ from torch import Tensor
 
 FLAT = 1e-9  # rewards of a group closer than this are equal
 
-Std = Literal["population", "sample", "none"]
+Std = Literal["population", "sample", "batch", "none"]
 
 
 def group_normalized(rewards: Tensor, *, std: Std = "population", eps: float = 1e-4) -> Tensor:
     """``(r - mean) / (std + eps)`` within each group (GRPO, arXiv 2402.03300 section 4.1.2).
 
     ``std`` divides by the deviation with G ("population", numpy's default), with G - 1 ("sample", as TRL and
-    verl do), or not at all ("none"). Computed in float64.
+    verl do), by the population deviation of all judged rewards, the mean still being the group's ("batch",
+    arXiv 2508.08221), or not at all ("none"). Computed in float64.
 
     >>> group_normalized(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).double().round(decimals=2).tolist()
     [[0.96, -0.58, -1.35, 0.96]]
@@ -30,6 +31,9 @@ def group_normalized(rewards: Tensor, *, std: Std = "population", eps: float = 1
     centred, counted, informative = _centred(rewards)
     if std == "none":
         scaled = centred
+    elif std == "batch":
+        judged = rewards.to(torch.float64)[counted]
+        scaled = centred / ((judged - judged.mean()).square().mean().sqrt() + eps)
     else:
         freedom = counted.sum(1, keepdim=True) - (1 if std == "sample" else 0)
         deviation = (centred.square().sum(1, keepdim=True) / freedom.clamp(min=1)).sqrt()

@@ -101,13 +101,14 @@ class Batch:
         return replace(self, weights=weight_fn(self.loss_mask))
 
     def with_signal(self) -> Batch:
-        """Only rows with an advantage other than 0: without a KL term the others' gradient is exactly 0. When
-        there are none, one group remains, so that something is measured."""
+        """Only rows with a trained token and an advantage other than 0: without a KL term the others'
+        gradient is exactly 0. When there are none, one group remains, so that something is measured."""
         assert self.advantages is not None
-        rows = [row for row, any_ in enumerate((self.advantages != 0).any(1).tolist()) if any_]
-        if len(rows) == len(self):
+        trained = self.loss_mask.any(1)
+        live = (trained & (self.advantages != 0).any(1)).nonzero()[:, 0].tolist()
+        if len(live) == len(self):
             return self
-        return self.select(rows or self._rows_of(self.group_of[0]))
+        return self.select(live or self._rows_of(self.group_of[int(trained.int().argmax())]))
 
     def minibatches(self, count: int, *, epochs: int, seed: int) -> Iterator[Batch]:
         """``count`` parts of whole groups per epoch, in a new order each time. One part and one epoch:
@@ -230,19 +231,28 @@ ROW_TENSORS = frozenset(
 )
 
 
-def collate(groups: Sequence[Group], rewards: Tensor | None = None) -> Batch:
-    """Sampled groups in loss layout: every completion token is trained, the stop token included."""
+def collate(
+    groups: Sequence[Group], rewards: Tensor | None = None, *, overlong_filter: bool = False
+) -> Batch:
+    """Sampled groups in loss layout: every completion token is trained, the stop token included.
+
+    ``overlong_filter``: no token of a completion that did not end by itself is (DAPO, arXiv 2503.14476
+    section 3.4). Its row and its reward stay: it counts as a sequence, and in its group's mean and deviation.
+    """
     completions = [completion for group in groups for completion in group.completions]
     token_ids, lengths = _pad([c.token_ids for c in completions], torch.long)
     logprobs, _ = _pad([c.logprobs for c in completions], torch.float32)
+    ended = [not overlong_filter or c.finish_reason == "stop" for c in completions]
+    trained = torch.tensor([length if done else 0 for length, done in zip(lengths, ended, strict=True)])
+    loss_mask = torch.arange(token_ids.shape[1]) < trained[:, None]
     return Batch(
         prompts=tuple(group.prompt.token_ids for group in groups),
         kv_lengths=tuple(group.kv_length for group in groups),
         group_of=tuple(index for index, group in enumerate(groups) for _ in group.completions),
         lengths=lengths,
         token_ids=token_ids,
-        loss_mask=torch.arange(token_ids.shape[1]) < torch.tensor(lengths)[:, None],
-        sampler_logprobs=logprobs,
+        loss_mask=loss_mask,
+        sampler_logprobs=torch.where(loss_mask, logprobs, 0.0),
         rewards=rewards,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from razona.config import GRPOConfig
+from razona.losses.policy import mean_ratio
 from razona.objective import Objective
 from razona.policy import Policy
 from razona.rewards import BoundReward
@@ -23,7 +24,9 @@ def describe(
         "averages": objective.words["aggregation"],
         "clip": _clip(config, objective),
         "KL": _kl(config, objective),
-        "models": _models(config, policy),
+        **({"importance": objective.words["importance"]} if "importance" in objective.words else {}),
+        **({"overlong": overlong} if (overlong := _overlong(config, objective)) else {}),
+        "models": _models(config, objective, policy),
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
             f"{sampling.max_completion_length} tokens = {completions} completions, "
@@ -41,21 +44,40 @@ def _updates(config: GRPOConfig) -> str:
 
 def _clip(config: GRPOConfig, objective: Objective) -> str:
     low, high = objective.clip
-    bounds = f"ratio in [{1 - low:g}, {1 + high:g}]"
+    name = objective.words.get("ratio", "ratio")
+    bounds = f"{name} at most {1 + high:g}" if low is None else f"{name} in [{1 - low:g}, {1 + high:g}]"
+    bounds += objective.words.get("dual_clip", "")
     if config.minibatches_per_rollout * config.epochs_per_rollout == 1:
         return f"{bounds}, but it cannot act: one update per rollout, so the ratio is exactly 1"
+    if objective.ratio_fn is mean_ratio and high >= 0.05:
+        return f"{bounds}: so wide that it hardly ever acts; GSPO's paper has 0.0003 and 0.0004"
     return bounds
 
 
 def _kl(config: GRPOConfig, objective: Objective) -> str:
+    every = config.objective.refresh_reference_every
+    reference = (
+        f"a reference that the policy replaces every {every} steps" if every else "the starting policy"
+    )
     if objective.kl_coef:
-        return f"{objective.kl_coef:g} x {objective.words['kl']} to the starting policy, in the loss"
+        return f"{objective.kl_coef:g} x {objective.words['kl']} to {reference}, in the loss"
     if config.measure_kl_every:
-        return f"none in the loss; measured every {config.measure_kl_every} steps against the starting policy"
+        return f"none in the loss; measured every {config.measure_kl_every} steps against {reference}"
     return "none in the loss; KL not measured (measure_kl_every = 0)"
 
 
-def _models(config: GRPOConfig, policy: Policy) -> str:
+def _overlong(config: GRPOConfig, objective: Objective) -> str:
+    cache, limit = config.objective.soft_overlong, config.sampling.max_completion_length
+    parts = [
+        "no loss for completions that are cut off; their rewards count in their group"
+        if objective.overlong_filter
+        else "",
+        f"soft_overlong falls from 0 at {limit - cache} tokens to -1 at {limit}" if cache else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _models(config: GRPOConfig, objective: Objective, policy: Policy) -> str:
     size = sum(p.numel() for p in policy.compute) / 1e6
     numbers = {
         "bf16": "bf16 compute, fp32 masters",
@@ -63,7 +85,7 @@ def _models(config: GRPOConfig, policy: Policy) -> str:
         "pure_bf16": "bf16 weights without fp32 masters",
     }[config.model.precision]
     reference = (
-        "; the reference's weights lie on disk" if config.objective.kl_coef or config.measure_kl_every else ""
+        "; the reference's weights lie on disk" if objective.kl_coef or config.measure_kl_every else ""
     )
     return f"one, {size:.0f} M trained parameters, {numbers}; it samples from itself{reference}"
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from razona.advantages import flat_groups, total_rewards
-from razona.batch import Batch
+from razona.batch import Batch, needed
 from razona.losses.kl import kl_k1, kl_k3
-from razona.losses.policy import clip_fractions, ratio
+from razona.losses.policy import clip_fractions
+from razona.objective import Objective
 from razona.rewards import BoundReward
 from razona.types import Group
 
@@ -55,8 +56,8 @@ def rollout_metrics(
 class UpdateMeter:
     """Sums over the micro-batches of a step what the updates saw; token means at the end."""
 
-    def __init__(self, clip: tuple[float, float]) -> None:
-        self.clip = clip
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
         self.loss = 0.0
         self.grad_norms: list[float] = []
         self.sums: dict[str, float] = {}
@@ -71,24 +72,38 @@ class UpdateMeter:
         measure the mismatch of the two passes.
         """
         mask = micro.loss_mask
-        assert micro.sampler_logprobs is not None
-        difference = (old - micro.sampler_logprobs)[mask].abs()
-        self._sum("mismatch/exact_share", (difference == 0).sum())
-        self._sum("mismatch/mean_abs", difference.sum())
-        self._most("mismatch/max_abs", difference.max())
         self.loss += loss.item()
         self.tokens += int(mask.sum())
-        assert micro.advantages is not None
-        low, high = self.clip
-        below, above = clip_fractions(logprobs, old, micro.advantages, mask, clip_low=low, clip_high=high)
+        if not mask.any():  # every completion filtered
+            return
+        self._mismatch(old, needed(micro.sampler_logprobs), mask)
+        rho = self.objective.ratio_fn(logprobs, old, mask)
+        low, high = self.objective.clip
+        below, above = clip_fractions(rho, needed(micro.advantages), mask, clip_low=low, clip_high=high)
         self._sum("clip/low", below.sum())
         self._sum("clip/high", above.sum())
-        rho = ratio(logprobs, old, mask)[mask]
-        self._sum("ratio", rho.sum())
-        self._most("ratio/max", rho.max())
+        self._sum("ratio", rho[mask].sum())
+        self._most("ratio/max", rho[mask].max())
         if micro.ref_logprobs is not None:
             self._sum("kl", torch.where(mask, kl_k3(logprobs, micro.ref_logprobs, mask), 0.0).sum())
             self._sum("kl/k1", torch.where(mask, kl_k1(logprobs, micro.ref_logprobs, mask), 0.0).sum())
+
+    def _mismatch(self, old: Tensor, sampler: Tensor, mask: Tensor) -> None:
+        """Trainer's log-probs against the sampler's, and the weights that correct for it, if there are."""
+        difference = (old - sampler)[mask].abs()
+        self._sum("mismatch/exact_share", (difference == 0).sum())
+        self._sum("mismatch/mean_abs", difference.sum())
+        self._most("mismatch/max_abs", difference.max())
+        self._sum("mismatch/kl", torch.where(mask, kl_k3(sampler, old, mask), 0.0).sum())
+        if self.objective.importance_bounds is None:
+            return
+        low, high = self.objective.importance_bounds
+        weight = self.objective.importance_fn(old, sampler, mask)[mask]
+        self._sum("importance", weight.sum())
+        self._most("importance/max", weight.max())
+        self._least("importance/min", weight.min())
+        self._sum("importance/masked", (weight == 0).sum())
+        self._sum("importance/truncated", ((weight > 0) & ((weight <= low) | (weight >= high))).sum())
 
     def updated(self, grad_norm: float) -> None:
         """After an optimizer update, its gradient norm before clipping."""
@@ -110,6 +125,9 @@ class UpdateMeter:
 
     def _most(self, name: str, value: Tensor) -> None:
         self.extremes[name] = max(self.extremes.get(name, -math.inf), float(value))
+
+    def _least(self, name: str, value: Tensor) -> None:
+        self.extremes[name] = min(self.extremes.get(name, math.inf), float(value))
 
 
 def mean_and_error(per_prompt: Tensor) -> tuple[float, float]:

@@ -112,9 +112,9 @@ class Policy:
             left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
         )
 
-    def reference(self, folder: Path) -> Reference:
+    def reference(self, folder: Path, *, refresh_every: int = 0) -> Reference:
         """A frozen scorer of the policy as it is now, its weights on disk in ``folder``."""
-        return Reference(self, folder)
+        return Reference(self, folder, refresh_every=refresh_every)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -150,17 +150,37 @@ class Policy:
 
 class Reference:
     """A frozen policy. Its weights stay on disk (memory-mapped) and stand in for the policy's only while it
-    scores: no second model in memory."""
+    scores: no second model in memory.
 
-    def __init__(self, policy: Policy, folder: Path) -> None:
+    Its file is the starting policy's, and a resumed run takes it as it stands. With ``refresh_every`` the
+    file changes during the run, so it begins anew and its content is part of the checkpoints.
+    """
+
+    def __init__(self, policy: Policy, folder: Path, *, refresh_every: int = 0) -> None:
         self.policy = policy
+        self.refresh_every = refresh_every
         self.path = folder / "reference.safetensors"
-        if not self.path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_suffix(".partial")
-            weights = dict(zip(policy.names, policy.compute, strict=True))
-            save_file({name: w.detach().contiguous() for name, w in weights.items()}, temporary)
-            temporary.rename(self.path)
+        if refresh_every or not self.path.exists():
+            self.refresh()
+
+    def refresh(self) -> None:
+        """From now on the policy as it is at this moment (a hard copy, as DeepSeek-R1 does every 400 steps,
+        arXiv 2501.12948).
+        """
+        named = zip(self.policy.names, self.policy.compute, strict=True)
+        self._write({name: weight.detach().contiguous() for name, weight in named})
+
+    def _write(self, weights: dict[str, Tensor]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".partial")
+        save_file(weights, temporary)
+        temporary.rename(self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": load_file(self.path)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._write(state["weights"])
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, *, temperature: float) -> Tensor:

@@ -9,7 +9,7 @@ from razona.config.common import (
     OptimizerConfig,
     RunConfig,
 )
-from razona.config.grpo import GRPOConfig, ObjectiveConfig
+from razona.config.grpo import GRPOConfig, ImportanceConfig, ObjectiveConfig
 from razona.config.sft import SFTConfig
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "EvaluateConfig",
     "GRPOConfig",
     "GenerateConfig",
+    "ImportanceConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

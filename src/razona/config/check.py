@@ -32,9 +32,14 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "sampling.top_k": ("at least 0 (0 keeps all tokens)", lambda v: v >= 0),
     "sampling.min_p": ("at least 0 and below 1 (0 keeps all tokens)", lambda v: 0 <= v < 1),
     "sampling.stop_token_ids": ("token ids, at least 0", lambda v: all(i >= 0 for i in v)),
-    "objective.clip_low": ("above 0 and at most 1", lambda v: 0 < v <= 1),
-    "objective.clip_high": ("above 0", lambda v: v > 0),
+    "objective.clip_low": ("above 0 and at most 1", lambda v: v is None or 0 < v <= 1),
+    "objective.clip_high": ("above 0", lambda v: v is None or v > 0),
+    "objective.dual_clip": ("above 1: below, it would undo the clip", lambda v: v is None or v > 1),
     "objective.kl_coef": ("at least 0", lambda v: v >= 0),
+    "objective.refresh_reference_every": ("at least 0 (0: never)", lambda v: v >= 0),
+    "objective.soft_overlong": ("at least 0 (0: no punishment)", lambda v: v >= 0),
+    "objective.importance.low": ("at least 0 and at most 1, the ratio of equals", lambda v: 0 <= v <= 1),
+    "objective.importance.high": ("at least 1, the ratio of equals", lambda v: v >= 1),
     "optimizer.learning_rate": ("at least 0", lambda v: v >= 0),
     "optimizer.warmup_steps": ("at least 0", lambda v: v >= 0),
     "optimizer.betas": ("two numbers, at least 0 and below 1", lambda v: all(0 <= b < 1 for b in v)),
@@ -75,6 +80,7 @@ def validate(config: Any) -> None:
     _check_fields(config)
     if isinstance(config, GRPOConfig):
         _check_grpo(config)
+        _check_objective(config)
     evaluation, run, optimizer = (getattr(config, name, None) for name in ("eval", "run", "optimizer"))
     if evaluation and evaluation.temperature == 0 and evaluation.samples > 1:
         raise ConfigError(
@@ -174,6 +180,50 @@ def _check_grpo(config: GRPOConfig) -> None:
     if weights and not any(weights):
         raise ConfigError(
             "objective.reward_weights are all 0: every total reward would be 0 and nothing is learned."
+        )
+
+
+_WHOLE = "{} has one term per completion, whatever its length"
+_REFUSED = {
+    ("gspo", "weights"): _WHOLE.format("GSPO"),
+    ("rloo", "weights"): _WHOLE.format("RLOO"),
+    ("rloo", "std"): "RLOO's advantage is the reward less the mean of the group's others, not divided",
+    ("gspo", "dual_clip"): "GSPO's ratio is a mean over the completion, which needs no second bound",
+    ("rloo", "dual_clip"): "RLOO's ratio is that of the completion, and the dual clip is of a token's",
+    ("cispo", "dual_clip"): "CISPO's clip bounds every token's weight already",
+}
+"""Options that an objective has no place for, and why."""
+
+
+def _check_objective(config: GRPOConfig) -> None:
+    """Options of the objective that exclude each other, or would do nothing."""
+    objective, importance = config.objective, config.objective.importance
+    for (name, option), reason in _REFUSED.items():
+        value = getattr(objective, option)
+        if objective.name == name and value is not None:
+            raise ConfigError(
+                f"objective.{option} = {value!r} cannot work with objective.name = '{name}': {reason}. "
+                "Leave it out, or choose another objective."
+            )
+    for option in ("outside", "low", "high"):
+        value = getattr(importance, option)
+        if importance.level == "none" and value != getattr(type(importance)(), option):
+            raise ConfigError(
+                f"objective.importance.{option} = {value!r} has nothing to act on: importance.level is none. "
+                "Set objective.importance.level to token, sequence or geometric, or leave the others out."
+            )
+    if objective.refresh_reference_every and not objective.kl_coef and not config.measure_kl_every:
+        raise ConfigError(
+            f"objective.refresh_reference_every = {objective.refresh_reference_every}: there is nothing to "
+            "refresh, because without a KL no reference is kept. Set objective.kl_coef (DeepSeek-R1: 0.001) "
+            "or measure_kl_every, or leave it out."
+        )
+    limit = config.sampling.max_completion_length
+    if objective.soft_overlong > limit:
+        raise ConfigError(
+            f"objective.soft_overlong = {objective.soft_overlong} is more than a completion has, "
+            f"sampling.max_completion_length = {limit}: every completion would be punished. Give a part of "
+            "the limit, such as a fifth (DAPO: 4096 of 20480)."
         )
 
 

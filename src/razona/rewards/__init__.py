@@ -1,6 +1,13 @@
 """Reward functions: bound to the data's columns by name, called, and checked."""
 
-from razona.rewards.library import completion_text, exact_answer, extract_answer, length, think_format
+from razona.rewards.library import (
+    completion_text,
+    exact_answer,
+    extract_answer,
+    length,
+    soft_overlong,
+    think_format,
+)
 from razona.rewards.protocol import BoundReward, RewardSpec, bind, score
 from razona.rewards.resolve import BUILT_IN, resolve
 
@@ -15,5 +22,6 @@ __all__ = [
     "length",
     "resolve",
     "score",
+    "soft_overlong",
     "think_format",
 ]

@@ -1,4 +1,4 @@
-"""The reward functions that come along: format, exact answer, length.
+"""The reward functions that come along: format, exact answer, length, overlong punishment.
 
 Each factory returns a function of the reward protocol. They judge strings and messages alike.
 """
@@ -92,6 +92,33 @@ def length(target: int = 128) -> Callable[..., list[float]]:
         return [max(0.0, 1.0 - abs(len(ids) - target) / target) for ids in completion_ids]
 
     return length
+
+
+def soft_overlong(max_completion_length: int, cache: int) -> Callable[..., list[float]]:
+    """DAPO's soft overlong punishment (arXiv 2503.14476 section 3.4), to be added to a reward of correctness.
+
+    0 up to ``max_completion_length - cache`` tokens (the stop token counts), from there evenly down to -1 at
+    ``max_completion_length``, and -1 beyond. ``cache`` 0: -1 beyond the limit, else 0. It always judges: a
+    completion that no other function can judge then has a reward, its punishment.
+
+    >>> soft_overlong(8, cache=4)(completion_ids=[[1] * 4, [1] * 6, [1] * 8])
+    [0.0, -0.5, -1.0]
+    """
+    if max_completion_length < 1 or not 0 <= cache <= max_completion_length:
+        raise RewardError(
+            f"soft_overlong({max_completion_length}, {cache}): the punishment starts cache tokens before "
+            "max_completion_length. Give a cache of 0 to max_completion_length."
+        )
+
+    def one(tokens: int) -> float:
+        if tokens > max_completion_length:
+            return -1.0
+        return -max(0, tokens - (max_completion_length - cache)) / max(1, cache)
+
+    def soft_overlong(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [one(len(ids)) for ids in completion_ids]
+
+    return soft_overlong
 
 
 def _written(gold: Any) -> str | None:

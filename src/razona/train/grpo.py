@@ -25,13 +25,18 @@ from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, rollout_metrics
 from razona.models import LoadedModel, save
-from razona.objective import Objective, dr_grpo, grpo
+from razona.objective import OBJECTIVES, Objective, with_importance
 from razona.policy import Policy, Reference
 from razona.progress import Interrupt, Progress, finish, open_run, restore, save_run
-from razona.rewards import BoundReward, RewardSpec, bind
+from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
 from razona.rollout import collect
 from razona.setup import fitting_prompts, load_model, make_engine, make_policy
 from razona.types import Engine, Prompt
+
+NOTHING_TRAINED = (
+    "every completion was cut off, and the overlong filter takes their loss: nothing was trained. Raise "
+    "sampling.max_completion_length, or check that the model's stop tokens are the right ones."
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,10 @@ class Parts:
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
+        state = {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
+        if self.reference is not None and self.reference.refresh_every:
+            state["reference"] = self.reference
+        return state
 
 
 def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Console) -> dict[str, Any]:
@@ -78,7 +86,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 reward_timeout=config.reward_timeout,
                 phases=phases,
             )
-            rollout = collate(groups, rewards).to(policy.device)
+            rollout = collate(groups, rewards, overlong_filter=objective.overlong_filter).to(policy.device)
 
             # Only the passes that are needed: with one update per rollout the old policy is the present one.
             measure_kl = objective.kl_coef > 0 or _due(step, config.measure_kl_every)
@@ -90,7 +98,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
 
             weights = tuple(b.weight for b in parts.rewards)
             rollout = rollout.with_advantages(objective.advantage_fn, reward_weights=weights)
-            meter = UpdateMeter(objective.clip)
+            meter = UpdateMeter(objective)
             for minibatch in rollout.minibatches(
                 config.minibatches_per_rollout, epochs=config.epochs_per_rollout, seed=step
             ):
@@ -104,6 +112,9 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                         token_loss = objective.loss_fn(
                             logprobs, old, needed(micro.advantages), micro.loss_mask
                         )
+                        token_loss = token_loss * objective.importance_fn(
+                            old, needed(micro.sampler_logprobs), micro.loss_mask
+                        )  # 1, unless the objective corrects for a sampler that is not quite the trainer
                         if objective.kl_coef:
                             kl = objective.kl_fn(logprobs, needed(micro.ref_logprobs), old, micro.loss_mask)
                             token_loss = token_loss + objective.kl_coef * kl
@@ -112,6 +123,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     meter.add(micro, logprobs, old, loss)
                 with phases("optimizer"):
                     meter.updated(policy.update())
+            if reference is not None and _due(step + 1, reference.refresh_every):
+                reference.refresh()
 
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
@@ -126,6 +139,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 totals=total_rewards(rewards, weights).tolist(),
                 advantages=needed(rollout.advantages)[:, 0].reshape(rewards.shape[:2]).tolist(),
             )
+            if not meter.tokens:
+                console.note(f"step {step + 1}: {NOTHING_TRAINED}")
             progress.step = step + 1
             last = step + 1 == config.run.num_steps
             if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
@@ -172,9 +187,8 @@ def run(
     validate(config)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
-    reward_weights = config.objective.reward_weights or None
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
-    rewards = bind(reward_fns, columns=table.renamed(config.data.rename).columns, weights=reward_weights)
+    rewards = training_rewards(config, table, reward_fns)
     loaded = load_model(config.model, console)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
@@ -196,7 +210,7 @@ def run(
     log = open_run(config, console, model=loaded.name, fingerprint=fingerprint)
     parts = Parts(
         policy=policy,
-        reference=policy.reference(log.path) if config.objective.kl_coef or config.measure_kl_every else None,
+        reference=make_reference(config, objective, policy, log),
         engine=make_engine(policy, loaded, console),
         source=source,
         rewards=rewards,
@@ -208,6 +222,25 @@ def run(
     result = train(config, objective, parts, console)
     save(policy.model, policy.tokenizer, log.path / "model")
     return finish(log, parts.progress, result, console)
+
+
+def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:
+    """``reward_fns`` fitted to ``rows``, and the punishment of overlong completions where it is asked for."""
+    weights = config.objective.reward_weights
+    if config.objective.soft_overlong and reward_fns:
+        limit = config.sampling.max_completion_length
+        weights = (*(weights or (1.0,) * len(reward_fns)), 1.0)
+        reward_fns = (*reward_fns, soft_overlong(limit, config.objective.soft_overlong))
+    return bind(reward_fns, columns=rows.renamed(config.data.rename).columns, weights=weights or None)
+
+
+def make_reference(
+    config: GRPOConfig, objective: Objective, policy: Policy, log: RunFolder
+) -> Reference | None:
+    """What the KL is measured against, where it is."""
+    if not objective.kl_coef and not config.measure_kl_every:
+        return None
+    return policy.reference(log.path, refresh_every=config.objective.refresh_reference_every)
 
 
 def make_evaluator(
@@ -248,18 +281,29 @@ def make_evaluator(
 
 
 def objective_from(config: GRPOConfig) -> Objective:
-    """The objective that the configuration names."""
-    chosen = config.objective
+    """The objective that the configuration names; None stands for what its paper has."""
+    chosen, importance = config.objective, config.objective.importance
     options: dict[str, Any] = {
         "clip_low": chosen.clip_low,
         "clip_high": chosen.clip_high,
+        "dual_clip": chosen.dual_clip,
         "std": chosen.std,
         "weights": chosen.weights,
         "kl_coef": chosen.kl_coef,
         "kl_estimator": chosen.kl_estimator,
         "max_tokens": config.sampling.max_completion_length,
+        "overlong_filter": chosen.overlong_filter,
     }
-    return dr_grpo(**options) if chosen.name == "dr_grpo" else grpo(**options)
+    objective = OBJECTIVES[chosen.name](**{k: v for k, v in options.items() if v is not None})
+    if importance.level == "none":
+        return objective
+    return with_importance(
+        objective,
+        level=importance.level,
+        outside=importance.outside,
+        low=importance.low,
+        high=importance.high,
+    )
 
 
 def _due(step: int, every: int) -> bool:
