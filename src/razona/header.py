@@ -23,7 +23,7 @@ def describe(
         "averages": objective.words["aggregation"],
         "clip": _clip(config, objective),
         "KL": _kl(config, objective),
-        "models": _models(config, policy),
+        "models": _models(config, objective, policy),
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
             f"{sampling.max_completion_length} tokens = {completions} completions, "
@@ -40,6 +40,8 @@ def _updates(config: GRPOConfig) -> str:
 
 
 def _clip(config: GRPOConfig, objective: Objective) -> str:
+    if objective.clip is None:
+        return f"not known: the loss is {objective.words['loss']}. clip/low and clip/high are not measured"
     low, high = objective.clip
     bounds = f"ratio in [{1 - low:g}, {1 + high:g}]"
     if config.minibatches_per_rollout * config.epochs_per_rollout == 1:
@@ -49,13 +51,15 @@ def _clip(config: GRPOConfig, objective: Objective) -> str:
 
 def _kl(config: GRPOConfig, objective: Objective) -> str:
     if objective.kl_coef:
-        return f"{objective.kl_coef:g} x {objective.words['kl']} to the starting policy, in the loss"
+        line = f"{objective.kl_coef:g} x {objective.words['kl']} to the starting policy, in the loss"
+        vain = "; its gradient is 0 in expectation: it holds the policy nowhere and adds noise (take k3)"
+        return line + (vain if objective.words["kl"] == "k1" else "")
     if config.measure_kl_every:
         return f"none in the loss; measured every {config.measure_kl_every} steps against the starting policy"
     return "none in the loss; KL not measured (measure_kl_every = 0)"
 
 
-def _models(config: GRPOConfig, policy: Policy) -> str:
+def _models(config: GRPOConfig, objective: Objective, policy: Policy) -> str:
     size = sum(p.numel() for p in policy.compute) / 1e6
     numbers = {
         "bf16": "bf16 compute, fp32 masters",
@@ -63,7 +67,7 @@ def _models(config: GRPOConfig, policy: Policy) -> str:
         "pure_bf16": "bf16 weights without fp32 masters",
     }[config.model.precision]
     reference = (
-        "; the reference's weights lie on disk" if config.objective.kl_coef or config.measure_kl_every else ""
+        "; the reference's weights lie on disk" if objective.kl_coef or config.measure_kl_every else ""
     )
     return f"one, {size:.0f} M trained parameters, {numbers}; it samples from itself{reference}"
 

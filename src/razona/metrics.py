@@ -55,7 +55,7 @@ def rollout_metrics(
 class UpdateMeter:
     """Sums over the micro-batches of a step what the updates saw; token means at the end."""
 
-    def __init__(self, clip: tuple[float, float]) -> None:
+    def __init__(self, clip: tuple[float, float] | None) -> None:
         self.clip = clip
         self.loss = 0.0
         self.grad_norms: list[float] = []
@@ -79,10 +79,11 @@ class UpdateMeter:
         self.loss += loss.item()
         self.tokens += int(mask.sum())
         assert micro.advantages is not None
-        low, high = self.clip
-        below, above = clip_fractions(logprobs, old, micro.advantages, mask, clip_low=low, clip_high=high)
-        self._sum("clip/low", below.sum())
-        self._sum("clip/high", above.sum())
+        if self.clip is not None:
+            low, high = self.clip
+            below, above = clip_fractions(logprobs, old, micro.advantages, mask, clip_low=low, clip_high=high)
+            self._sum("clip/low", below.sum())
+            self._sum("clip/high", above.sum())
         rho = ratio(logprobs, old, mask)[mask]
         self._sum("ratio", rho.sum())
         self._most("ratio/max", rho.max())
@@ -110,6 +111,14 @@ class UpdateMeter:
 
     def _most(self, name: str, value: Tensor) -> None:
         self.extremes[name] = max(self.extremes.get(name, -math.inf), float(value))
+
+
+def completion_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean of ``values`` ``[B, 1]`` or ``[B, T]`` over the ``lengths[b]`` tokens of each completion:
+    ``[B]``.
+    """
+    rows = zip(values.double().cpu(), lengths, strict=True)
+    return torch.stack([row[:length].mean() for row, length in rows])
 
 
 def mean_and_error(per_prompt: Tensor) -> tuple[float, float]:

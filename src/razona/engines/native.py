@@ -101,7 +101,8 @@ class NativeEngine:
         """Consecutive prompts whose keys and values fit the budget; one prompt at least."""
         config = self.scorer.model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = 2 * config.num_hidden_layers * kv_heads * head_dim
         width *= self.scorer.head.projection.weight.element_size()
         start, used = 0, 0
         for index, prompt in enumerate(prompts):
