@@ -23,9 +23,7 @@ MAX_CONFIG_FIELDS = 15
 MAX_RUNTIME_DEPENDENCIES = 12
 
 ROOT = Path(__file__).parent.parent
-FILES = [
-    p for folder in ("src", "tests", "benchmarks", "examples") for p in sorted((ROOT / folder).rglob("*.py"))
-]
+FILES = [p for folder in ("src", "tests", "benchmarks") for p in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def test_files_are_short() -> None:

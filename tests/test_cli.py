@@ -127,13 +127,26 @@ def test_interruption_exits_with_130(stand_in: Any, capsys: pytest.CaptureFixtur
         (["sft"], "razona sft has no data"),
         (["generate"], 'no prompts. Give --prompt "TEXT"'),
         (["demo", "--dry-run"], "--dry-run belongs to grpo and sft"),
-        ([*RUN, "--eval.every", "5"], "eval.data is empty: nothing to evaluate on"),
+        ([*RUN, "--eval.every", "5"], "eval.every = 5: but eval.data is empty, nothing to evaluate on"),
+        ([*RUN, "--eval.samples", "2"], "eval.samples = 2: but eval.data is empty"),
+        (
+            ["generate", "--prompt", "hi", "--data", "x.jsonl"],
+            "prompts (1) and data.path = 'x.jsonl' are both",
+        ),
+        ([*RUN, "--lr", "1", "run.toml"], "'run.toml' stands where no configuration file can"),
+        ([*RUN, "--run.resume", "run.toml"], "it comes first, before every flag: razona COMMAND run.toml"),
+        ([*RUN, "run.toml"], "'run.toml' stands where"),
+        (
+            [*RUN, "--lr", "1", "--lr", "1"],
+            "--lr is given twice, and only one of them could count. Give optimizer.learning",
+        ),
         ([*RUN, "--temperature", "0"], "sampling.temperature = 0"),
         (["grpo", "none.toml"], "none.toml cannot be read"),
         (["explain", "kl"], "can explain 'advantage', given was 'kl'"),
         (["explain", "advantage", "1"], "at least two rewards to be compared, given were 1"),
         (["explain", "advantage", "1", "x"], "reward 'x' is not a finite number"),
         (["explain", "advantage", "1", "nan"], "reward 'nan' is not a finite number"),
+        (["explain", "advantage", "1", "2", "--eps", "1", "--eps=2"], "--eps is given twice"),
         (["explain", "advantage", "1", "2", "--eps"], "--eps '' is not a finite number"),
         (["explain", "advantage", "1", "2", "--eps", "-1"], "a negative eps"),
     ],
@@ -143,6 +156,29 @@ def test_errors_by_their_text(args: list[str], message: str, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], ["advantage", "--help"], ["advantage", "1", "-h"]])
+def test_explain_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *args]) == 0
+    assert capsys.readouterr().out.startswith("usage: razona explain advantage REWARD")
+
+
+def test_an_error_of_the_system_names_the_path(
+    stand_in: Any, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    (tmp_path / "file").touch()
+
+    def run(config: GRPOConfig, **_: Any) -> dict[str, Any]:
+        (tmp_path / "file" / "run").mkdir(parents=True)
+        return {}
+
+    stand_in("grpo", run)
+    assert main(RUN) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(f"razona: {tmp_path}/file/run: Not a directory.")) == ("", True)
+    with pytest.raises(NotADirectoryError):
+        main([*RUN, "--traceback"])
 
 
 def test_an_unknown_flag_exits_with_2_and_names_near_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,54 @@ def test_short_spellings() -> None:
     assert set(SHORT_FLAGS.values()) <= known
 
 
+def test_a_flag_given_twice_is_gathered_or_refused() -> None:
+    """Where an option has many values all spellings are gathered, in order; elsewhere one would be lost."""
+    for args in (
+        "--rewards A --rewards B",
+        "--reward A --rewards B",
+        "--rewards A --steps 3 --reward=B",
+        "--rewards A --reward B",
+    ):
+        assert load_config(GRPOConfig, None, args.split()).rewards == ("A", "B"), args
+    args = "--eval.rewards A --eval.rewards B --sampling.stop-token-ids 1 --sampling.stop_token_ids 2 3"
+    config = load_config(GRPOConfig, None, [*args.split(), "--data.rename", "a=b", "--data.rename=c=d"])
+    assert (config.eval.rewards, config.sampling.stop_token_ids) == (("A", "B"), (1, 2, 3))
+    assert config.data.rename == {"a": "b", "c": "d"}
+    for args, message in (
+        ("--lr 1 --lr 2", "--lr is given twice, .* Give optimizer.learning-rate once"),
+        ("--lr 1 --optimizer.learning_rate=2", "--lr and --optimizer.learning_rate are both given"),
+        ("--steps 1 --num-steps 1", "--steps and --num-steps are both given, .* Give run.num-steps once"),
+        ("--resume --run.no-resume", "--resume and --run.no-resume are both given"),
+        ("--optimizer.betas 0.9 0.9 --optimizer.betas 0.8 0.9", "--optimizer.betas is given twice"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(GRPOConfig, None, args.split())
+    with pytest.raises(SystemExit):  # tyro says what was expected
+        load_config(GRPOConfig, None, ["--data.rename", "a=b", "--data.rename", "a=c"])
+
+
+def test_words_that_end_like_a_toml_file_are_values_where_a_value_stands() -> None:
+    assert load_config(GenerateConfig, None, ["--prompt", "a.toml", "--output=b.toml"]).prompts == ("a.toml",)
+
+
+def test_evaluation_without_held_out_rows_is_refused() -> None:
+    """When it is known that there are none: Python may give them beside the configuration."""
+    validate(GRPOConfig(), eval_rows=False)
+    for changes in (
+        {"every": 5},
+        {"samples": 2},
+        {"rewards": ("format",)},
+        {"temperature": 0.0},
+        {"best_metric": "eval/reward"},
+    ):
+        config = GRPOConfig(eval=EvalConfig(**changes))  # type: ignore[arg-type]
+        validate(config)
+        validate(config, eval_rows=True)
+        validate(dataclasses.replace(config, eval=EvalConfig(data="x", **changes)), eval_rows=False)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"eval.{next(iter(changes))} = .* eval.data is empty, nothing"):
+            validate(config, eval_rows=False)
+
+
 def refused(toml: str, tmp_path: Path, cls: type = GRPOConfig) -> str:
     file = tmp_path / "run.toml"
     file.write_text(toml)
@@ -266,6 +314,7 @@ def importance(**options: Any) -> GRPOConfig:
         (GRPOConfig(eval=EvalConfig(best_metric="accuracy")), "the name of an eval/... series"),
         (SFTConfig(optimizer=OptimizerConfig(warmup_steps=101)), "would never be reached"),
         (SFTConfig(data=DataConfig(max_prompt_length=0)), "at least 1"),
+        (GenerateConfig(prompts=("hi",), data=DataConfig(path="x")), "are both given, and one would be left"),
     ],
 )
 def test_values_that_cannot_work_are_refused_in_python_too(config: Any, message: str) -> None:

@@ -172,7 +172,9 @@ def test_string_prompts_stay_strings_and_are_tokenised_as_they_are():
     found = build(["abc", "d"], tok=tok)
     assert [p.input for p in found.prompts] == ["abc", "d"]
     assert not found.conversational
-    assert found.notices == ()
+    assert [line.partition(":")[0] for line in found.notices] == ["rows"]  # that they bypass the template
+    tok.chat_template = None
+    assert build(["abc"], tok=tok).notices == () == build([[USER]]).notices
     assert tok.decode(found.prompts[0].token_ids) == "abc"
     assert found.prompts[1].columns == {"prompt": "d"}
     assert [p.id for p in found.prompts] == [0, 1]
@@ -283,7 +285,7 @@ def test_long_prompts_are_dropped_and_counted_never_cut():
     found = build(["a" * 10, "a" * 11, "a", "a" * 500], max_prompt_length=10)
     assert [(p.id, len(p.token_ids)) for p in found.prompts] == [(0, 10), (2, 1)]
     assert found.dropped == {"prompt longer than 10 tokens": 2}
-    assert found.notices == ("2 of 4 rows dropped: prompt longer than 10 tokens.",)
+    assert found.notices[0] == "2 of 4 rows dropped: prompt longer than 10 tokens."
     assert found.total == 4
 
 

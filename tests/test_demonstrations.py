@@ -162,6 +162,21 @@ def test_rows_that_do_not_fit_or_teach_nothing_are_dropped_and_counted():
         build({"messages": [USER]})
 
 
+def test_a_prompt_may_be_too_long():
+    rows = [{"prompt": p, "completion": "b"} for p in ("aa", "aaa")]
+    found = build(*rows, max_prompt_length=2)
+    assert [len(d.token_ids) for d in found.demonstrations] == [4]
+    assert found.dropped == {"prompt longer than 2 tokens": 1}
+    with pytest.raises(
+        DataError, match=r"row 1 .*: its prompt has 3 tokens and 2 are allowed.*too-long drop"
+    ):
+        build(*rows, max_prompt_length=2, too_long="error")
+    with pytest.raises(DataError, match="1 of 1 rows dropped: prompt longer than 1 tokens"):
+        build({"messages": [USER, ANSWER]}, max_prompt_length=1)
+    nothing = build({"prompt": "aaa", "completion": ""}, *rows, max_prompt_length=2, too_long="drop")
+    assert nothing.dropped == {"no answer in it to train on": 1, "prompt longer than 2 tokens": 1}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -69,7 +69,7 @@ def test_native_engine_keeps_the_contract(arch: str) -> None:
     check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy))
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gpt_neox", "opt"])
 def test_native_engine_in_bf16_equals_the_trainer_bit_for_bit(arch: str) -> None:
     policy, prompts = policy_of(arch, "bf16"), prompts_of(5, 17, 9)
     stop = likely_token(policy, prompts)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny_runs import ROWS, distance, even, grpo_config, lines, model_folder, run_grpo, varied
 
 from razona.checkpoint import what_is_wrong
+from razona.console import Console
 from razona.engines.native import NativeEngine
 from razona.errors import ConfigError, RewardError
+from razona.setup import load_model
 
 HELD_OUT = [{"prompt": f"And {i}?", "answer": str(i)} for i in range(6)]
 
@@ -87,7 +92,21 @@ def test_the_best_checkpoint_is_kept(model: Path, tmp_path: Path) -> None:
         config, eval_rows=HELD_OUT, eval_reward_fns=[even, Scripted(0.1, 0.9, 0.3, 0.9, 0.2)]
     )
     assert result["best_step"] == 2 and whole_checkpoints(tmp_path / "run") == ["step-000002", "step-000005"]
-    assert "best         step-000002, 0.9" in printed
+    assert f"best         {tmp_path / 'run/best'}, of step 2 (0.9)" in printed
+
+
+def test_the_best_model_is_a_folder_that_loads(model: Path, tmp_path: Path) -> None:
+    """The weights of the best step, and those of the last one beside it."""
+    parts: dict[str, Any] = {"eval_rows": HELD_OUT}
+    config = grpo_config(model, tmp_path / "run", run__num_steps=3, eval__every=1)
+    run_grpo(config, eval_reward_fns=[Scripted(0.1, 0.9, 0.3)], **parts)
+    run_grpo(grpo_config(model, tmp_path / "two"), eval_reward_fns=[Scripted(0.1)], **parts)
+    best, last, two = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("run/best", "run/model", "two/model")
+    )
+    assert all(torch.equal(best[name], two[name]) for name in two)
+    assert any(not torch.equal(best[name], last[name]) for name in last)
+    assert load_model(grpo_config(tmp_path / "run/best", tmp_path).model, Console(file=io.StringIO())).model
 
 
 def test_a_best_step_is_saved_though_no_save_is_due(model: Path, tmp_path: Path) -> None:
@@ -117,7 +136,13 @@ def test_an_evaluation_that_abstains_is_never_the_best(model: Path, tmp_path: Pa
             r"'eval/evn', which is not measured\. Did you mean 'eval/even'\? Measured are",
         ),
         ("eval/varied", HELD_OUT, r"'eval/varied', which is not measured"),
-        ("eval/even", None, r"no held-out rows\. Give eval\.data"),
+        ("eval/even", None, r"eval\.data is empty"),
+        (
+            "eval/truncated",
+            HELD_OUT,
+            r"'eval/truncated': the step with the highest value .* eval/even, eval/",
+        ),
+        ("eval/completion_length", HELD_OUT, r"'eval/completion_length': the step with the highest value"),
     ],
 )
 def test_an_unknown_best_metric_is_refused_before_training(
@@ -142,3 +167,9 @@ def test_held_out_rows_from_a_file(model: Path, tmp_path: Path) -> None:
     path.write_text("prompt,answer\nOne?,1\nTwo?,2\n", encoding="utf-8")
     run_grpo(grpo_config(model, tmp_path / "run", eval__data=str(path)), rows=ROWS)
     assert "eval/varied" in lines(tmp_path / "run/metrics.jsonl")[-1]
+
+
+def test_options_of_an_evaluation_that_has_no_rows(model: Path, tmp_path: Path) -> None:
+    config = grpo_config(model, tmp_path / "run", eval__every=5)
+    with pytest.raises(ConfigError, match=r"eval\.every = 5: but eval\.data is empty"):
+        run_grpo(config)

@@ -15,7 +15,7 @@ from razona.batch import collate
 from razona.config import BUNDLED_MODEL, OptimizerConfig
 from razona.engines.native import NativeEngine
 from razona.models import load
-from razona.models.flat import KV_BLOCK
+from razona.models.flat import KV_BLOCK, KV_STEP, AttentionOptions, attention, sufficient_length
 from razona.models.resolve import bundled_gguf
 from razona.policy import Policy
 from razona.types import Completion, Group, Prompt, Sampling
@@ -134,6 +134,40 @@ def test_beyond_one_block_of_keys(lengths: tuple[int, ...]) -> None:
     assert max(group.kv_length for group in groups) > KV_BLOCK
     for budget in (10_000, 1):
         assert exact_share(policy, groups, budget=budget)[0] == 1.0
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_fewer_masked_keys_change_no_bit(dim: int) -> None:
+    """For every padded length: attention over as few keys as `sufficient_length` says equals all of them."""
+    torch.manual_seed(dim)
+    cut = 0
+    for kv_length in [*range(KV_STEP, KV_BLOCK + 1, KV_STEP), 3 * KV_BLOCK]:
+        for needed in range(20, kv_length, 44):
+            q = torch.randn(8, 2, 4, dim, dtype=torch.bfloat16)
+            k, v = torch.randn(2, 8, 2, kv_length, dim, dtype=torch.bfloat16)
+            found = [
+                attention(q, k[:, :, :length], v[:, :, :length], seen(needed, length), PLAIN)
+                for length in (kv_length, sufficient_length(kv_length, needed))
+            ]
+            assert torch.equal(*found), f"{needed} of {kv_length} keys"
+            cut += sufficient_length(kv_length, needed) < kv_length
+    assert cut > 20
+
+
+PLAIN = AttentionOptions(None, None, None)
+
+
+def seen(needed: int, length: int) -> torch.Tensor:
+    return torch.zeros(1, length).masked_fill_(torch.arange(length) >= needed, -torch.inf).bfloat16()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("length", [10, 150, 300])
+def test_a_decode_step_attends_over_what_it_needs(arch: str, length: int) -> None:
+    """The padded length is that of the longest completion possible; early steps use fewer keys."""
+    policy, prompts = policy_of(arch), prompts_of(length, 20)
+    groups = sample(policy, prompts, Sampling(group_size=4, max_completion_length=180))
+    assert exact_share(policy, groups)[0] == 1.0
 
 
 @pytest.mark.parametrize("length", [34, 66, 67, 99])

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 HEADERS = {
     "grpo": ("by GRPO", "mean over the tokens of a completion", "ratio of a token in [0.8, 1.2]"),
-    "dr_grpo": ("by Dr. GRPO", "not divided by a deviation", "max_completion_length) (TRL: dr_grpo)"),
+    "dr_grpo": ("by Dr. GRPO", "not divided by a deviation", "* 12) (TRL: dr_grpo)"),
     "dapo": ("by DAPO", "mean over all completion tokens", "ratio of a token in [0.8, 1.28]"),
     "rloo": ("by RLOO", "leave one out", "one term per completion", "of a whole completion in [0.8, 1.2]"),
     "gspo": ("by GSPO", "one term per completion", "ratio of a completion in [0.9997, 1.0004]"),

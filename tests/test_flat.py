@@ -78,7 +78,8 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         scale = wanted.abs().max().item()
-        assert scale > 1e-4, f"{name} has no gradient: nothing is tested"
+        cancels = "decoder" in name and name.endswith("k_proj.bias")  # OPT: softmax takes no notice of it
+        assert scale > 1e-4 or cancels, f"{name} has no gradient: nothing is tested"
         error = (found[name] - wanted).abs().max().item()
         assert error <= tolerance * max(1.0, scale), f"{name}: off by {error:.2e} at a scale of {scale:.2e}"
 

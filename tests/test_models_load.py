@@ -57,7 +57,8 @@ def test_a_saved_model_is_the_same_in_plain_transformers_and_here(arch: str, tmp
     loaded = load(str(tmp_path / "m"), dtype=torch.float32)
     assert torch.equal(loaded.model(IDS).logits, expected)
     tied = model.config.tie_word_embeddings
-    assert (loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight) == tied
+    head, embedding = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
+    assert (head.weight is embedding.weight) == tied
     assert loaded.notes == () and loaded.name == str(tmp_path / "m") and not loaded.model.training
     chat = [{"role": "user", "content": "¿2+2?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

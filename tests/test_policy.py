@@ -247,7 +247,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("gpt2", "opt")])
 def test_rotary_frequencies_are_not_rounded(arch: str, precision: str) -> None:
     """transformers keeps them in fp32: a saved model, loaded again, must be the one that was trained."""
     wanted = dict(tiny_model(arch).named_buffers())

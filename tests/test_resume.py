@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tiny_runs import (
 
 from razona.checkpoint import newest_checkpoint, what_is_wrong
 from razona.cli import main
+from razona.errors import CheckpointError, ConfigError
 
 HELD_OUT = [{"prompt": f"And {i}?", "answer": str(i)} for i in range(5)]
 
@@ -131,16 +133,70 @@ def test_a_finished_run_resumed_changes_nothing(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "options", [{}, {"objective__kl_coef": 0.1, "objective__refresh_reference_every": 1}]
 )
-def test_resume_without_a_checkpoint_begins_again(
+def test_resume_with_nothing_there_begins_at_step_0(
     model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    """An empty folder, and one of a run that died in its first step; it is said."""
     run_grpo(grpo_config(model, tmp_path / "whole", **options))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="the power went out"):
-            config = grpo_config(model, tmp_path / "again", run__resume=True, **options)
-            run_grpo(config, reward_fns=[Stopping(2, fail=True)])
-    run_grpo(grpo_config(model, tmp_path / "again", run__resume=True, **options))
+    again = grpo_config(model, tmp_path / "again", run__resume=True, **options)
+    with pytest.raises(ValueError, match="the power went out"):
+        run_grpo(again, reward_fns=[Stopping(1, fail=True)])
+    if options:  # it may have died between the refresh and the first record
+        shutil.copy(tmp_path / "whole/reference.safetensors", tmp_path / "again/reference.safetensors")
+    _, printed = run_grpo(again)
+    assert f"nothing to resume in {tmp_path / 'again'}: starting at step 0" in printed
     assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+    _, printed = run_grpo(grpo_config(model, tmp_path / "fresh"))
+    assert "nothing to resume" not in printed
+
+
+def test_resume_wipes_no_records_for_want_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    run, options = tmp_path / "run", {"run__num_steps": 3, "run__save_every": 2}
+    with pytest.raises(ValueError, match="the power went out"):
+        run_grpo(grpo_config(model, run, **options), reward_fns=[Stopping(2, fail=True)])
+    before = contents(run)
+    again = grpo_config(model, run, **options, run__resume=True)
+    with pytest.raises(CheckpointError, match=r"records of 1 steps and no checkpoint .*none was written"):
+        run_grpo(again)
+    assert contents(run) == before
+    _, printed = run_grpo(grpo_config(model, run, **options, run__overwrite=True))
+    assert "is now" in printed
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "COMPLETE").unlink()
+    before = contents(run)
+    with pytest.raises(
+        CheckpointError, match=r"records of 3 steps.*Skipped.*no COMPLETE file.*--run\.overwr"
+    ):
+        run_grpo(again)
+    assert contents(run) == before
+
+
+def test_a_new_run_takes_no_checkpoint_that_lies_there(model: Path, tmp_path: Path) -> None:
+    run_grpo(grpo_config(model, tmp_path / "old"))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old/checkpoints").rename(tmp_path / "new/checkpoints")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_grpo(grpo_config(model, tmp_path / "new"))
+
+
+def test_a_run_folder_may_move(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its name may be spelled in another way."""
+    options = {"run__num_steps": 3, "measure_kl_every": 1}
+    run_grpo(grpo_config(model, tmp_path / "whole", **options))
+    run_grpo(grpo_config(model, tmp_path / "here", **{**options, "run__num_steps": 2}))
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    run_grpo(grpo_config(model, Path("there"), **options, run__resume=True))
+    assert contents(tmp_path / "there") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_every_step_keeps_its_line_of_timings(model: Path, tmp_path: Path, method: str) -> None:
+    make, run = (grpo_config, run_grpo) if method == "grpo" else (sft_config, run_sft)
+    run(make(model, tmp_path / "run", run__num_steps=2))
+    run(make(model, tmp_path / "run", run__num_steps=4, run__save_every=1, run__resume=True))
+    timings = lines(tmp_path / "run/timings.jsonl")
+    assert [line["step"] for line in timings] == [1, 2, 3, 4] and "checkpoint" in timings[-1]
 
 
 def test_a_damaged_checkpoint_is_passed_over(model: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_exact_answer():
     assert one("<think>72</think>", "72") == 0.0
     assert one("<think>a</think> 72 or 73", "72") == 0.0
     assert one("72", "72") == 0.0
-    assert all(math.isnan(one("<think>a</think> ", gold)) for gold in (None, "", " "))
+    assert all(math.isnan(one("<think>a</think> ", gold)) for gold in (None, "", " ", math.nan))
 
 
 def test_length():

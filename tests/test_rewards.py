@@ -196,6 +196,23 @@ def test_plain_functions_run_here_when_there_is_no_limit():
     assert run(where, groups_of("a"), timeout=5.0) == [0.0]
 
 
+@pytest.mark.parametrize("name", ["reward", "truncated", "completion_length", "format/std"])
+def test_display_names_of_other_series_are_refused(name):
+    """As eval/reward would be the function's mean and the weighted sum in turn."""
+
+    def judge(completions):
+        return []
+
+    message = rf"'{name}', and its figures, such as eval/{name}, would fall together .*__name__ = 'another'"
+    with pytest.raises(RewardError, match=message):
+        bind([judge], columns=(), names=[name])
+    judge.__name__ = name
+    with pytest.raises(RewardError, match=message):
+        bind([judge], columns=())
+    judge.__name__ = f"my_{name.replace('/', '_')}"
+    assert bind([judge], columns=())[0].name == judge.__name__
+
+
 def test_display_names_are_unique():
     def judge(completions):
         return []

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "gpt2", "gpt_neox", "opt")
 VOCAB_SIZE = 200
 SLIDING_WINDOW = 5
 CHATML = (
@@ -25,20 +25,31 @@ CHATML = (
 
 
 def tiny_config(arch: str, **changes: object) -> PretrainedConfig:
-    """Hidden 64, 2 layers, 4 heads, 2 key/value heads; Gemma (layer 0) and Mistral slide over 5 tokens."""
+    """Hidden 64, 2 layers, 4 heads, 2 key/value heads; Gemma (layer 0) and Mistral slide over 5 tokens.
+
+    GPT-2, GPT-NeoX and OPT know no key/value heads: every query head has its own. Dropout is off, as `load`
+    leaves it.
+    """
     shape: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
         "tie_word_embeddings": arch in ("qwen2", "gemma2", "gemma3"),
     }
+    shape |= {
+        "gpt2": {
+            "n_inner": 96,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0),
+        },
+        "gpt_neox": {"classifier_dropout": 0.0},
+        "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    }.get(arch, {"num_key_value_heads": 2})
     if arch == "qwen3":
         shape |= {"head_dim": 16}
     if arch in ("gemma2", "gemma3"):
@@ -64,7 +75,7 @@ def tiny_model(
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:  # rows of a unit vector in, values of standard deviation 2 out
                     parameter.normal_(0.0, 2.0 / parameter.shape[-1] ** 0.5)
-                elif "norm" in name:
+                elif "norm" in name or "ln_" in name:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                     if "gemma" in arch and "post_" in name:  # else the scaled embedding drowns the layers
                         parameter.add_(3.0)

@@ -92,8 +92,16 @@ class Batch:
         return out
 
     def with_advantages(self, advantage_fn: Any, *, reward_weights: tuple[float, ...]) -> Batch:
-        """Adds ``advantage_fn(rewards [P, G, R], reward_weights=, loss_mask=)``."""
-        advantages = advantage_fn(self.rewards, reward_weights=reward_weights, loss_mask=self.loss_mask)
+        """Adds ``advantage_fn(rewards [P, G, R], reward_weights=, loss_mask=)``.
+
+        Where a reference has scored, it is given ``kl`` ``[B, T]`` too, log pi_old / pi_ref of the sampled
+        tokens, for advantages that have the KL in the reward.
+        """
+        options = {"reward_weights": reward_weights, "loss_mask": self.loss_mask}
+        if self.ref_logprobs is not None:
+            old = self.sampler_logprobs if self.old_logprobs is None else self.old_logprobs
+            options["kl"] = needed(old) - self.ref_logprobs
+        advantages = advantage_fn(self.rewards, **options)
         return replace(self, advantages=advantages)
 
     def weighted(self, weight_fn: Any) -> Batch:

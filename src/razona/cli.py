@@ -16,6 +16,7 @@ from typing import Any
 
 from razona import __version__
 from razona.config import DemoConfig, EvaluateConfig, GenerateConfig, GRPOConfig, SFTConfig
+from razona.config.check import validate
 from razona.config.load import load_config
 from razona.errors import ConfigError, RazonaError, nearest
 
@@ -48,16 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     as_json, dry_run, traceback = (_take(args, flag) for flag in ("--json", "--dry-run", "--traceback"))
+    traceback = traceback or os.environ.get("RAZONA_TRACEBACK") == "1"
     try:
         return _dispatch(args, as_json=as_json, dry_run=dry_run)
     except RazonaError as error:
-        if traceback or os.environ.get("RAZONA_TRACEBACK") == "1":
+        if traceback:
             raise
         print(f"razona: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # razona ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # no such folder, no right to write, disk full
+        if traceback:
+            raise
+        print(f"razona: {_of_a_file(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("razona: interrupted.", file=sys.stderr)
         return 130
@@ -116,17 +123,13 @@ def _require_inputs(command: str, config: Any) -> None:
             f"razona {command} has no reward function: rewards is empty. Give --reward NAME (repeatable): "
             "format, exact_answer, length, or path/to/file.py:function."
         )
-    if command == "grpo" and not config.eval.data and (config.eval.every or config.eval.rewards):
-        raise ConfigError(
-            "eval.every or eval.rewards is set, but eval.data is empty: nothing to evaluate on. "
-            "Give --eval-data FILE."
-        )
+    validate(config, eval_rows=False)
 
 
 def _explain(args: list[str], *, as_json: bool) -> int:
     from razona import explain
 
-    if not args or args[0] in ("-h", "--help"):
+    if not args or "-h" in args or "--help" in args:
         print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--json]")
         return 0
     text, result = explain.run(args)
@@ -134,6 +137,15 @@ def _explain(args: list[str], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(result))
     return 0
+
+
+def _of_a_file(error: OSError) -> str:
+    """An error of the system in words: the path, what is wrong, where to look."""
+    if error.filename is None:
+        return f"the system refused: {error}. --traceback says where."
+    return (
+        f"{error.filename}: {error.strerror}. Give a path that exists or can be made, and that you may use."
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 KEY_FIGURES = (
-    "reward", "loss", "accuracy", "kl", "entropy", "completion_length", "clip_fraction", "grad_norm",
+    "reward", "frac_zero_std", "loss", "grad_norm", "kl", "entropy", "completion_length", "truncated",
 )  # fmt: skip
 ENDINGS = {"length": " [cut off: max_completion_length]", "aborted": " [aborted]"}
 PLAIN_SECONDS = 10.0
@@ -63,8 +63,9 @@ class Console:
     def metrics(
         self, step: int, num_steps: int, metrics: Mapping[str, float], keys: Sequence[str] = KEY_FIGURES
     ) -> None:
-        """The key figures of a step in one line; every eval/... figure is one."""
+        """The key figures of a step in one line, with every eval/... figure and the seconds it took."""
         names = [key for key in keys if key in metrics] + [key for key in metrics if key.startswith("eval/")]
+        names += ["seconds"] if "seconds" in metrics else []
         figures = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
         self.print(f"step {step:>{len(str(num_steps))}}/{num_steps}  {figures}")
 

@@ -57,7 +57,8 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
         "This trains SmolLM2-135M-Instruct on two-digit addition, in four parts: the model as it is, a cold "
         f"start (SFT) on {DEMONSTRATIONS} demonstrations, GRPO on {len(practice)} other sums with a verifier "
         "alone, and a control: SFT going on for as long as GRPO took.\n"
-        "No demonstration carries a ten (34 + 52 is shown, 34 + 58 is not): what GRPO gains, it finds itself.\n"
+        "No demonstration carries a ten (34 + 52 is shown, 34 + 58 is not): what GRPO gains, it finds "
+        "itself.\n"
         f"Each is judged on {len(held_out)} sums of both kinds that none of them saw."
     )
     folder = Path(config.output_dir) / f"seed-{config.seed}"
@@ -77,7 +78,11 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     del policy, loaded
 
     trained = grpo.run(
-        _grpo_config(config, folder), console=console, rows=addition.rows(practice), eval_rows=held_out_rows
+        _grpo_config(config, folder),
+        console=console,
+        rows=addition.rows(practice),
+        eval_rows=held_out_rows,
+        go_on="the demo cannot be resumed: razona demo begins it again.",
     )
     if trained["interrupted"]:
         raise KeyboardInterrupt  # there is nothing to compare: the demo ends as one is used to
@@ -114,7 +119,7 @@ def _grpo_config(config: DemoConfig, folder: Path) -> GRPOConfig:
         rewards=("exact_answer",),
         sampling=SAMPLING,
         objective=ObjectiveConfig(weights="per_token"),
-        optimizer=OptimizerConfig(learning_rate=1e-5),
+        optimizer=OptimizerConfig(learning_rate=1.5e-5),
         eval=EvalConfig(),
         run=RunConfig(
             output_dir=str(folder / "grpo"), num_steps=config.grpo_steps, seed=config.seed, overwrite=True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from razona.advantages import total_rewards
@@ -12,10 +10,10 @@ from razona.config import OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import EvaluateConfig
 from razona.console import Console
-from razona.data import load_rows
+from razona.data import first_of, load_rows, output_file
 from razona.engines.hf import HFEngine
 from razona.errors import ConfigError, nearest
-from razona.log import rollout_records
+from razona.log import json_line, rollout_records
 from razona.metrics import mean_and_error
 from razona.rewards import BoundReward, bind
 from razona.rollout import completion_seeds, score_groups
@@ -47,7 +45,12 @@ class Evaluator:
 
     def check_best(self, name: str) -> None:
         """ConfigError unless ``name`` is a figure that the best checkpoint can be chosen by."""
-        measured = [*(f"eval/{b.name}" for b in self.rewards), "eval/reward", *LENGTH_FIGURES]
+        measured = [*(f"eval/{b.name}" for b in self.rewards), "eval/reward"]
+        if name in LENGTH_FIGURES:
+            raise ConfigError(
+                f"eval.best_metric is '{name}': the step with the highest value is kept as the best, and of "
+                f"this figure the highest is not. Choose among: {', '.join(measured)}."
+            )
         if name not in measured:
             raise ConfigError(
                 f"eval.best_metric is '{name}', which is not measured.{nearest(name, measured)} "
@@ -89,14 +92,15 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
 
 def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:
     """`razona eval`: score a model on a data set. ``rows`` stands in for ``config.data.path`` (see
-    `load_rows`).
+    `load_rows`). Raises ConfigError before the model is loaded where the output cannot be written.
     """
     validate(config)
+    output = output_file(config.output)
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     rewards = bind(config.rewards, columns=table.renamed(config.data.rename).columns)
     loaded = load_model(config.model, console)
-    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
-    prompts = prompts[: config.num_prompts or None]
+    fitting = fitting_prompts(table, loaded, config.data, config.sampling, console)
+    prompts = first_of(fitting, config.num_prompts, seed=config.seed, shuffle=config.data.shuffle)
     for notice in (line for b in rewards for line in b.notices):
         console.note(notice)
     policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
@@ -115,10 +119,12 @@ def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[s
         if not name.endswith("/error"):
             error = metrics.get(f"{name}/error")
             console.print(f"{name:<28} {value:.4f}" + (f" +- {error:.4f}" if error is not None else ""))
-    if config.output:
+    if output is not None:
+        training_only = {"step", "advantage"}
         lines = [
-            json.dumps({k: v for k, v in record.items() if k != "advantage"}) for record in evaluator.records
+            json_line({k: v for k, v in record.items() if k not in training_only})
+            for record in evaluator.records
         ]
-        Path(config.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        console.print(f"completions and scores are in {config.output}")
+        output.write_bytes(b"".join(lines))
+        console.print(f"completions and scores are in {output}")
     return {"model": config.model.name, "prompts": len(prompts), **metrics}

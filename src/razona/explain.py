@@ -76,6 +76,8 @@ def run(args: Sequence[str]) -> tuple[str, dict[str, Any]]:
 def _parse(args: Sequence[str]) -> tuple[list[float], float]:
     """Rewards and eps. Raises ConfigError for what is no finite number, and for fewer than two rewards."""
     values, eps, rest = [], 1e-4, list(args)
+    if sum(arg.startswith("--eps") for arg in args) > 1:
+        raise ConfigError("--eps is given twice. Give it once.")
     while rest:
         arg = rest.pop(0)
         if arg.startswith("--eps"):

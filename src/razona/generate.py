@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from razona.config import OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import GenerateConfig
 from razona.console import Console, prompt_text
-from razona.data import load_rows
+from razona.data import first_of, load_rows, output_file
+from razona.errors import ConfigError
+from razona.log import json_line
 from razona.rollout import completion_seeds
 from razona.setup import fitting_prompts, load_model, make_engine, make_policy
 
@@ -20,18 +20,20 @@ def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[s
     ``config.output``.
 
     Prompts given as text are put to a chat model as what the user says. ``rows`` stand in for
-    ``config.data.path``.
+    ``config.data.path``. Raises ConfigError before the model is loaded where the output cannot be written.
     """
     validate(config)
+    if config.prompts and rows is not None:
+        raise ConfigError("prompts and rows are both given, and one would be left out. Give one of them.")
+    output = output_file(config.output)
     loaded = load_model(config.model, console)
     if config.prompts:
         chat = bool(loaded.tokenizer.chat_template)
         texts = [[{"role": "user", "content": text}] if chat else text for text in config.prompts]
         rows = [{config.data.prompt_column: text} for text in texts]
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
-    prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)[
-        : config.num_prompts or None
-    ]
+    fitting = fitting_prompts(table, loaded, config.data, config.sampling, console)
+    prompts = first_of(fitting, config.num_prompts, seed=config.seed, shuffle=config.data.shuffle)
     policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
     engine = make_engine(policy, loaded, console)
     seeds = completion_seeds(prompts, config.sampling.group_size, seed=config.seed, step=0)
@@ -47,9 +49,9 @@ def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[s
         for group in groups
         for completion in group.completions
     ]
-    if config.output:
-        Path(config.output).write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-        console.print(f"{len(records)} completions are in {config.output}")
+    if output is not None:
+        output.write_bytes(b"".join(map(json_line, records)))
+        console.print(f"{len(records)} completions are in {output}")
     else:
         for record in records:
             cut = " [cut off]" if record["finish_reason"] == "length" else ""

@@ -43,8 +43,12 @@ def _updates(config: GRPOConfig) -> str:
 
 
 def _clip(config: GRPOConfig, objective: Objective) -> str:
+    if objective.clip is None:
+        loss = objective.words["loss"]
+        known = "not known" if loss.startswith("custom: ") else "none"
+        return f"{known}: the loss is {loss}. clip/low and clip/high are not measured"
     low, high = objective.clip
-    name = objective.words.get("ratio", "ratio")
+    name = objective.words["ratio"]
     bounds = f"{name} at most {1 + high:g}" if low is None else f"{name} in [{1 - low:g}, {1 + high:g}]"
     bounds += objective.words.get("dual_clip", "")
     if config.minibatches_per_rollout * config.epochs_per_rollout == 1:
@@ -60,7 +64,9 @@ def _kl(config: GRPOConfig, objective: Objective) -> str:
         f"a reference that the policy replaces every {every} steps" if every else "the starting policy"
     )
     if objective.kl_coef:
-        return f"{objective.kl_coef:g} x {objective.words['kl']} to {reference}, in the loss"
+        line = f"{objective.kl_coef:g} x {objective.words['kl']} to {reference}, in the loss"
+        vain = "; its gradient is 0 in expectation: it holds the policy nowhere and adds noise (take k3)"
+        return line + (vain if objective.words["kl"] == "k1" else "")
     if config.measure_kl_every:
         return f"none in the loss; measured every {config.measure_kl_every} steps against {reference}"
     return "none in the loss; KL not measured (measure_kl_every = 0)"

@@ -31,6 +31,7 @@ class RunFolder:
         """Create the folder. One that holds a run is a ConfigError, unless ``resume`` goes on with it or
         ``overwrite`` moves it aside (``moved`` then says where to)."""
         self.path = Path(path).expanduser().absolute()
+        self.resume = resume
         self.moved: Path | None = None
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir {self.path} is a file. Give another output_dir.")
@@ -49,29 +50,33 @@ class RunFolder:
         self._files: dict[str, IO[bytes]] = {}
 
     def _holds_run(self) -> bool:
-        return any((self.path / name).exists() for name in ("config.json", "metrics.jsonl"))
+        return any((self.path / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints"))
 
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints go."""
         return self.path / "checkpoints"
 
-    def write_config(self, config: Any, *, model: str, data_fingerprint: str) -> None:
-        """Write config.json. When one is there (a resumed run), a difference is a CheckpointError naming it,
-        except in fields that may change on resume."""
-        facts = {
+    @property
+    def recorded_steps(self) -> int:
+        """Whole lines of metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def write_config(self, config: Any, **facts: Any) -> None:
+        """Write config.json, with ``facts`` that the config does not hold (the model that was found, the
+        fingerprint of the data, functions given from Python). When one is there (a resumed run), a difference
+        is a CheckpointError naming it, except in fields that may change on resume."""
+        stored = {
             "razona": importlib.metadata.version("razona") if _installed() else "not installed",
-            "model": model,
-            "data_fingerprint": data_fingerprint,
+            **_plain(facts),
             "config": _plain(dataclasses.asdict(config)),
         }
         path = self.path / "config.json"
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             changed = [
-                f"{name}: it was {before.get(name)!r} and is {facts[name]!r}"
-                for name in ("model", "data_fingerprint")
-                if before.get(name) != facts[name]
+                line for name in facts for line in _fact_differences(before.get(name), stored[name], name)
             ] + config_differences(before["config"], config)
             if changed:
                 raise CheckpointError(
@@ -79,7 +84,7 @@ class RunFolder:
                     "Put it back, or give another --run.output-dir."
                 )
         new = path.with_suffix(".json.new")
-        new.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(stored, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(new, path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -179,6 +184,15 @@ def rollout_records(
         for p, group in enumerate(groups)
         for g, completion in enumerate(group.completions)
     ]
+
+
+def _fact_differences(before: Any, now: Any, name: str) -> Iterator[str]:
+    """What differs between two plain values, tables field by field."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _fact_differences(before.get(key), now.get(key), f"{name}.{key}")
+    elif before != now:
+        yield f"{name}: it was {before!r} and is {now!r}"
 
 
 def config_differences(before: Mapping[str, Any], config: Any, prefix: str = "") -> list[str]:

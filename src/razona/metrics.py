@@ -10,6 +10,7 @@ from torch import Tensor
 
 from razona.advantages import flat_groups, total_rewards
 from razona.batch import Batch, needed
+from razona.losses.importance import uncorrected
 from razona.losses.kl import kl_k1, kl_k3
 from razona.losses.policy import clip_fractions
 from razona.objective import Objective
@@ -78,10 +79,11 @@ class UpdateMeter:
             return
         self._mismatch(old, needed(micro.sampler_logprobs), mask)
         rho = self.objective.ratio_fn(logprobs, old, mask)
-        low, high = self.objective.clip
-        below, above = clip_fractions(rho, needed(micro.advantages), mask, clip_low=low, clip_high=high)
-        self._sum("clip/low", below.sum())
-        self._sum("clip/high", above.sum())
+        if self.objective.clip is not None:
+            low, high = self.objective.clip
+            below, above = clip_fractions(rho, needed(micro.advantages), mask, clip_low=low, clip_high=high)
+            self._sum("clip/low", below.sum())
+            self._sum("clip/high", above.sum())
         self._sum("ratio", rho[mask].sum())
         self._most("ratio/max", rho[mask].max())
         if micro.ref_logprobs is not None:
@@ -95,15 +97,16 @@ class UpdateMeter:
         self._sum("mismatch/mean_abs", difference.sum())
         self._most("mismatch/max_abs", difference.max())
         self._sum("mismatch/kl", torch.where(mask, kl_k3(sampler, old, mask), 0.0).sum())
-        if self.objective.importance_bounds is None:
+        if self.objective.importance_fn is uncorrected:
             return
-        low, high = self.objective.importance_bounds
         weight = self.objective.importance_fn(old, sampler, mask)[mask]
         self._sum("importance", weight.sum())
         self._most("importance/max", weight.max())
         self._least("importance/min", weight.min())
         self._sum("importance/masked", (weight == 0).sum())
-        self._sum("importance/truncated", ((weight > 0) & ((weight <= low) | (weight >= high))).sum())
+        if self.objective.importance_bounds is not None:
+            low, high = self.objective.importance_bounds
+            self._sum("importance/truncated", ((weight > 0) & ((weight <= low) | (weight >= high))).sum())
 
     def updated(self, grad_norm: float) -> None:
         """After an optimizer update, its gradient norm before clipping."""
@@ -128,6 +131,14 @@ class UpdateMeter:
 
     def _least(self, name: str, value: Tensor) -> None:
         self.extremes[name] = min(self.extremes.get(name, math.inf), float(value))
+
+
+def completion_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean of ``values`` ``[B, 1]`` or ``[B, T]`` over the ``lengths[b]`` tokens of each completion:
+    ``[B]``.
+    """
+    rows = zip(values.double().cpu(), lengths, strict=True)
+    return torch.stack([row[:length].mean() for row, length in rows])
 
 
 def mean_and_error(per_prompt: Tensor) -> tuple[float, float]:

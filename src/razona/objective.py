@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from razona.advantages import Std, group_normalized, leave_one_out, total_rewards
@@ -21,16 +22,15 @@ from razona.losses.weights import WeightFn, fixed_length, per_sequence, per_toke
 class Objective(NamedTuple):
     """What a policy-gradient run optimises.
 
-    ``advantage_fn(rewards [P, G, R], *, reward_weights, loss_mask) -> [B, 1] or [B, T]``: who did better than
-    expected; ``loss_fn(logprobs, old_logprobs, advantages, loss_mask) -> [B, T]``: what a token contributes;
+    ``advantage_fn(rewards [P, G, R], *, reward_weights, loss_mask, kl=None) -> [B, 1] or [B, T]``: who did
+    better than expected (``kl`` [B, T]: see `Batch.with_advantages`);
+    ``loss_fn(logprobs, old_logprobs, advantages, loss_mask) -> [B, T]``: what a token contributes;
     ``weight_fn(loss_mask) -> [B, T]``: how tokens are averaged, over one optimizer step;
     ``kl_fn(logprobs, ref_logprobs, old_logprobs, loss_mask) -> [B, T]``, added ``kl_coef`` times.
-    ``clip`` repeats (low, high) for the header and the metrics; ``words`` says in words what each part does.
-
-    ``ratio_fn(logprobs, old_logprobs, loss_mask) -> [B, T]`` is the ratio that ``clip`` bounds;
-    ``importance_fn(old_logprobs, sampler_logprobs, loss_mask) -> [B, T]`` is multiplied with the token loss,
-    its bounds repeated in ``importance_bounds`` (None: no correction); ``overlong_filter`` takes the loss
-    from completions that were cut off.
+    ``importance_fn(old_logprobs, sampler_logprobs, loss_mask) -> [B, T]`` is multiplied with the token loss;
+    ``overlong_filter`` takes the loss from completions that were cut off.
+    ``clip``, ``ratio_fn``, ``importance_bounds`` and ``words``, for the header and the metrics, are read off
+    the parts that are there.
     """
 
     name: str
@@ -39,27 +39,125 @@ class Objective(NamedTuple):
     weight_fn: WeightFn
     kl_fn: KLFn
     kl_coef: float
-    clip: tuple[float | None, float]
-    words: dict[str, str]
-    ratio_fn: Callable[[Tensor, Tensor, Tensor], Tensor] = policy.ratio
     importance_fn: ImportanceFn = uncorrected
-    importance_bounds: tuple[float, float] | None = None
     overlong_filter: bool = False
+
+    @property
+    def clip(self) -> tuple[float | None, float] | None:
+        """(low, high) around a ratio of 1, low None: not bounded below. None where nothing is clipped, or the
+        loss is not one of ours, and so not known.
+        """
+        _, options = _taken_apart(self.loss_fn)
+        if _known_loss(self.loss_fn) is None or "clip_high" not in options:
+            return None
+        return options.get("clip_low"), options["clip_high"]
+
+    @property
+    def ratio_fn(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """``(logprobs, old_logprobs, loss_mask) -> [B, T]``: the ratio that ``clip`` bounds; that of a token
+        where the loss is not known.
+        """
+        known = _known_loss(self.loss_fn)
+        return policy.ratio if known is None else known.ratio_fn
+
+    @property
+    def importance_bounds(self) -> tuple[float, float] | None:
+        """(low, high) of `importance_weights`; None where there is no correction, or one of your own."""
+        function, options = _taken_apart(self.importance_fn)
+        return (options.get("low", 0.0), options["high"]) if function is importance_weights else None
+
+    @property
+    def words(self) -> dict[str, str]:
+        """In words what each part does; "custom: NAME" for one that is not ours. ``ratio``, ``dual_clip`` and
+        ``importance`` stand there where the loss is known, and where there is such a thing.
+        """
+        loss, (_, options) = _known_loss(self.loss_fn), _taken_apart(self.loss_fn)
+        estimators = [name for name, function in KL_ESTIMATORS.items() if function is self.kl_fn]
+        whole = loss is not None and loss.whole and self.weight_fn is per_sequence
+        words = {
+            "advantage": _advantage_words(self.advantage_fn),
+            "loss": _custom(self.loss_fn) if loss is None else loss.words,
+            "aggregation": WHOLE_COMPLETIONS if whole else _weight_words(self.weight_fn),
+            "kl": estimators[0] if estimators else _custom(self.kl_fn),
+        }
+        if loss is not None:
+            words["ratio"] = loss.ratio_words
+            if (bound := options.get("dual_clip")) is not None:
+                words["dual_clip"] = f", and a loss of at most {bound:g} |A| where A < 0 (dual clip)"
+        if self.importance_fn is not uncorrected:
+            words["importance"] = _importance_words(self.importance_fn)
+        return words
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a resumed run must have alike, as far as it can be written down."""
+        return {
+            "name": self.name,
+            "kl_coef": self.kl_coef,
+            "clip": self.clip,
+            "overlong_filter": self.overlong_filter,
+            **self.words,
+        }
+
+
+class KnownLoss(NamedTuple):
+    """What can be said of a loss of ours. ``whole``: all trained tokens of a row carry the row's one term."""
+
+    function: Callable[..., Tensor]
+    words: str
+    ratio_fn: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ratio_words: str
+    whole: bool = False
+
+
+MEAN_RATIO = "length-normalised ratio of a completion"
+LOSSES = (
+    KnownLoss(policy.ppo_clip, "the clipped surrogate", policy.ratio, "ratio of a token"),
+    KnownLoss(policy.gspo, "the clipped surrogate of completions", policy.mean_ratio, MEAN_RATIO, True),
+    KnownLoss(
+        policy.gspo_token,
+        "the clipped surrogate of completions, with advantages of tokens",
+        policy.mean_ratio,
+        MEAN_RATIO,
+    ),
+    KnownLoss(
+        policy.sequence_clip,
+        "the clipped surrogate of completions",
+        policy.sequence_ratio,
+        "ratio of a whole completion",
+        True,
+    ),
+    KnownLoss(policy.cispo, "-A log pi, weighted", policy.ratio, "weight of a token, its ratio,"),
+    KnownLoss(policy.reinforce, "-A log pi", policy.ratio, "ratio of a token"),
+)
 
 
 ADVANTAGE_WORDS = {
-    "population": "(reward - group mean) / population standard deviation of the group",
+    "population": (
+        "(reward - group mean) / population standard deviation of the group, as open-instruct; TRL and verl "
+        "divide by the sample deviation"
+    ),
     "sample": "(reward - group mean) / sample standard deviation of the group, as TRL and verl",
     "batch": "(reward - group mean) / population standard deviation of all rewards of the step",
-    "none": "reward - group mean, not divided by a deviation",
+    "none": "reward - group mean, not divided by a deviation (TRL: scale_rewards none)",
 }
+LEFT_OUT_WORDS = "reward - mean of the group's other rewards (leave one out)"
 WEIGHT_WORDS = {
-    "per_sequence": "mean over the tokens of a completion, then over completions",
+    "per_sequence": (
+        "mean over the tokens of a completion, then over completions (TRL: grpo, verl: seq-mean-token-mean)"
+    ),
     "per_token": "mean over all completion tokens of an update (TRL: dapo, verl: token-mean)",
-    "sequence_sum": "sum over the tokens of a completion, mean over completions",
-    "fixed_length": "sum over all tokens / (completions * max_completion_length) (TRL: dr_grpo)",
+    "sequence_sum": ("sum over the tokens of a completion, mean over completions (verl: seq-mean-token-sum)"),
+    "fixed_length": "sum over all tokens / (completions * {max_tokens}) (TRL: dr_grpo)",
+}
+WEIGHTS: dict[str, WeightFn] = {
+    "per_sequence": per_sequence,
+    "per_token": per_token,
+    "sequence_sum": sequence_sum,
+    "fixed_length": fixed_length,
 }
 WHOLE_COMPLETIONS = "one term per completion, mean over completions"
+IMPORTANCE_UNITS = {"token": "token", "sequence": "completion", "geometric": "completion's geometric mean"}
 IMPORTANCE_NAMES = {
     ("token", "truncate"): " (TIS)",
     ("token", "mask"): " (IcePop)",
@@ -84,8 +182,6 @@ def grpo(
 
     ``max_tokens``, the generation budget, is needed by fixed_length weights only.
     """
-    words = {"advantage": ADVANTAGE_WORDS[std], "aggregation": WEIGHT_WORDS[weights], "kl": kl_estimator}
-    bound = "" if dual_clip is None else f", and a loss of at most {dual_clip:g} |A| where A < 0 (dual clip)"
     return Objective(
         name="GRPO",
         advantage_fn=partial(group_advantages, std=std),
@@ -93,8 +189,6 @@ def grpo(
         weight_fn=_weight_fn(weights, max_tokens),
         kl_fn=KL_ESTIMATORS[kl_estimator],
         kl_coef=kl_coef,
-        clip=(clip_low, clip_high),
-        words={**words, "ratio": "ratio of a token", "dual_clip": bound},
         overlong_filter=overlong_filter,
     )
 
@@ -118,13 +212,10 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **rest: Any) -> Obj
     """GSPO (arXiv 2507.18071 eq. 5): ratio and clip of whole completions, length-normalised; ``rest`` as in
     `grpo`, without weights and dual_clip.
     """
-    chosen = grpo(clip_low=clip_low, clip_high=clip_high, weights="per_sequence", dual_clip=None, **rest)
+    chosen = grpo(weights="per_sequence", dual_clip=None, **rest)
     return chosen._replace(
         name="GSPO",
         loss_fn=partial(policy.gspo, clip_low=clip_low, clip_high=clip_high),
-        ratio_fn=policy.mean_ratio,
-        words=chosen.words
-        | {"aggregation": WHOLE_COMPLETIONS, "ratio": "length-normalised ratio of a completion"},
     )
 
 
@@ -139,8 +230,6 @@ def cispo(
     return chosen._replace(
         name="CISPO",
         loss_fn=partial(policy.cispo, clip_low=clip_low, clip_high=clip_high),
-        clip=(clip_low, clip_high),
-        words=chosen.words | {"ratio": "weight of a token, its ratio,"},
     )
 
 
@@ -152,18 +241,10 @@ def rloo(*, clip_low: float = 0.2, clip_high: float = 0.2, **rest: Any) -> Objec
     not there; ``kl_coef`` puts one into the loss.
     """
     chosen = grpo(std="none", weights="per_sequence", dual_clip=None, **rest)
-    words = {
-        "advantage": "reward - mean of the group's other rewards (leave one out)",
-        "aggregation": WHOLE_COMPLETIONS,
-        "ratio": "ratio of a whole completion",
-    }
     return chosen._replace(
         name="RLOO",
         advantage_fn=leave_one_out_advantages,
         loss_fn=partial(policy.sequence_clip, clip_low=clip_low, clip_high=clip_high),
-        clip=(clip_low, clip_high),
-        ratio_fn=policy.sequence_ratio,
-        words=chosen.words | words,
     )
 
 
@@ -182,27 +263,45 @@ def with_importance(
     objective: Objective, *, level: Level, outside: Outside, low: float = 0.0, high: float
 ) -> Objective:
     """``objective`` with its token losses multiplied by `importance_weights`."""
-    unit = {"token": "token", "sequence": "completion", "geometric": "completion's geometric mean"}[level]
-    name = IMPORTANCE_NAMES.get((level, outside), "")
-    what = "kept within" if outside == "truncate" else "0 outside"
     return objective._replace(
-        importance_fn=partial(importance_weights, level=level, outside=outside, low=low, high=high),
-        importance_bounds=(low, high),
-        words=objective.words
-        | {"importance": f"trainer / sampler probability per {unit}, {what} [{low:g}, {high:g}]{name}"},
+        importance_fn=partial(importance_weights, level=level, outside=outside, low=low, high=high)
     )
 
 
+def silent_where_flat(loss_fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> bool:
+    """Whether ``loss_fn`` has no gradient at all where the advantage is 0: tried on two made-up rows, with
+    ratios on both sides of 1. One that an entropy or the like is added to has. One that cannot take these
+    rows is taken to have.
+    """
+    logprobs = torch.tensor([[-0.1, -2.0, -0.7], [-3.0, -0.5, 0.0]], requires_grad=True)
+    old = torch.tensor([[-0.1, -0.4, -2.5], [-3.2, -0.5, 0.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    try:
+        loss = loss_fn(logprobs, old, torch.zeros(2, 1), mask)
+        gradient = (
+            torch.autograd.grad(loss.sum(), logprobs, allow_unused=True)[0] if loss.requires_grad else None
+        )
+    except Exception:  # whatever it fails with, the first step says it better
+        return False
+    return gradient is None or not gradient.any()
+
+
 def group_advantages(
-    rewards: Tensor, *, reward_weights: tuple[float, ...], loss_mask: Tensor, std: Std
+    rewards: Tensor,
+    *,
+    reward_weights: tuple[float, ...],
+    loss_mask: Tensor,
+    kl: Tensor | None = None,
+    std: Std,
 ) -> Tensor:
-    """Rewards ``[P, G, R]`` -> one advantage per sequence ``[B, 1]``, the same for all its tokens."""
+    """Rewards ``[P, G, R]`` -> one advantage per sequence ``[B, 1]``, the same for all its tokens. ``kl`` is
+    left to the loss."""
     advantages = group_normalized(total_rewards(rewards, reward_weights), std=std)
     return advantages.reshape(-1, 1).to(loss_mask.device)
 
 
 def leave_one_out_advantages(
-    rewards: Tensor, *, reward_weights: tuple[float, ...], loss_mask: Tensor
+    rewards: Tensor, *, reward_weights: tuple[float, ...], loss_mask: Tensor, kl: Tensor | None = None
 ) -> Tensor:
     """As `group_advantages`, by `leave_one_out`."""
     return leave_one_out(total_rewards(rewards, reward_weights)).reshape(-1, 1).to(loss_mask.device)
@@ -213,9 +312,45 @@ def _weight_fn(name: str, max_tokens: int | None) -> WeightFn:
         if max_tokens is None:
             raise ValueError("fixed_length weights need max_tokens, the generation budget; none was given")
         return partial(fixed_length, max_tokens=max_tokens)
-    plain: dict[str, WeightFn] = {
-        "per_sequence": per_sequence,
-        "per_token": per_token,
-        "sequence_sum": sequence_sum,
-    }
-    return plain[name]
+    return WEIGHTS[name]
+
+
+def _known_loss(loss_fn: Callable[..., Tensor]) -> KnownLoss | None:
+    function, _ = _taken_apart(loss_fn)
+    return next((known for known in LOSSES if known.function is function), None)
+
+
+def _advantage_words(advantage_fn: Callable[..., Tensor]) -> str:
+    function, options = _taken_apart(advantage_fn)
+    if function is group_advantages:
+        return ADVANTAGE_WORDS[options["std"]]
+    return LEFT_OUT_WORDS if function is leave_one_out_advantages else _custom(advantage_fn)
+
+
+def _importance_words(importance_fn: ImportanceFn) -> str:
+    function, options = _taken_apart(importance_fn)
+    if function is not importance_weights:
+        return _custom(importance_fn)
+    level, outside, low, high = (options.get(name, 0.0) for name in ("level", "outside", "low", "high"))
+    what = "kept within" if outside == "truncate" else "0 outside"
+    name = IMPORTANCE_NAMES.get((level, outside), "")
+    unit = IMPORTANCE_UNITS[level]
+    return f"trainer / sampler probability per {unit}, {what} [{low:g}, {high:g}]{name}"
+
+
+def _weight_words(weight_fn: WeightFn) -> str:
+    function, options = _taken_apart(weight_fn)
+    for name, known in WEIGHTS.items():
+        if function is known:
+            return WEIGHT_WORDS[name].format(**options)
+    return _custom(weight_fn)
+
+
+def _taken_apart(part: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of a part, and the options that a partial has given it."""
+    return (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+
+
+def _custom(part: Callable[..., Any]) -> str:
+    function, _ = _taken_apart(part)
+    return f"custom: {getattr(function, '__name__', type(function).__name__)}"

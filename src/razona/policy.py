@@ -16,6 +16,17 @@ from razona.errors import CheckpointError, ModelError
 from razona.models.scorer import Scorer, wrap
 
 
+class NotFinite(ModelError):
+    """A loss or a gradient is nan or infinite. The weights are as they were before it."""
+
+
+def finite(what: str, value: float) -> float:
+    """``value``; NotFinite when it is nan or infinite."""
+    if not math.isfinite(value):
+        raise NotFinite(f"the {what} is {value}, so nothing was updated")
+    return value
+
+
 class Policy:
     """The model that is trained.
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from razona.checkpoint import load_checkpoint, newest_checkpoint, prune, save_checkpoint
 from razona.config import GRPOConfig, SFTConfig
 from razona.console import Console
+from razona.errors import CheckpointError
 from razona.log import RunFolder
+from razona.models import save
+from razona.policy import NotFinite, Policy
+
+GO_ON = "go on with: the same command and --run.resume"
+FLAT_NOTE_STEPS = 10
 
 
 class Progress:
@@ -66,38 +73,102 @@ class Interrupt:
             raise KeyboardInterrupt
         self.wanted = True
         self.console.note(
-            "finishing this step, then saving. Ctrl-C again to stop at once (resume from the last save)."
+            "finishing this step, then saving. Ctrl-C again stops at once, and leaves the last save as it is."
         )
 
 
-def open_run(config: GRPOConfig | SFTConfig, console: Console, *, model: str, fingerprint: str) -> RunFolder:
-    """The run folder, with config.json written or, on resume, compared."""
+@contextmanager
+def stopping_where_not_finite(log: RunFolder, progress: Progress, policy: Policy) -> Iterator[None]:
+    """A loss or gradient that is not finite ends the run: the error says the step and what is kept. The
+    weights, which are those before it, are written to ``model``.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        model = save(policy.model, policy.tokenizer, log.path / "model")
+        path, _ = newest_checkpoint(log.checkpoints)
+        kept = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
+        raise NotFinite(
+            f"step {progress.step + 1}: {error}. The weights before it are in {model}; {kept}. A resumed run "
+            "would come to the same step again: start a new one from that model, with a lower "
+            "optimizer.learning_rate, or --model.precision fp32. If it is the first step, look at the loss "
+            "function and at the model's weights."
+        ) from error
+
+
+class FlatNote:
+    """Says that a step's rewards taught nothing: at most once in ``FLAT_NOTE_STEPS`` steps."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.said: int | None = None
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics["frac_zero_std"] < 1 or (self.said is not None and step - self.said < FLAT_NOTE_STEPS):
+            return
+        self.said = step
+        cut = metrics["truncated"] == 1
+        cause = (
+            "Every completion was cut off: raise sampling.max_completion_length, or see whether the model "
+            "ever ends its answers."
+            if cut
+            else "If this goes on, read completions in rollouts.jsonl: is it a reward that cannot see "
+            "the answer, a task too hard or too easy, or are the completions all alike?"
+        )
+        self.console.note(
+            f"step {step}: in every group all rewards are equal (mean {metrics['reward']:.4g}), so no "
+            f"completion is better than another and the rewards teach nothing. {cause}"
+        )
+
+
+def open_run(config: GRPOConfig | SFTConfig, console: Console, **facts: Any) -> RunFolder:
+    """The run folder, with config.json written or, on resume, compared; ``facts``: see
+    `RunFolder.write_config`.
+    """
     log = RunFolder(config.run.output_dir, resume=config.run.resume, overwrite=config.run.overwrite)
     if log.moved is not None:
         console.note(f"{config.run.output_dir} held a run; it is now {log.moved}")
-    log.write_config(config, model=model, data_fingerprint=fingerprint)
+    log.write_config(config, **facts)
     return log
 
 
 def restore(log: RunFolder, state: Mapping[str, Any], console: Console) -> None:
-    """Gives every object the state of the newest whole checkpoint, where there is one."""
+    """On resume, gives every object the state of the newest whole checkpoint. CheckpointError where there is
+    none, but records of steps, which starting over would wipe.
+    """
+    if not log.resume:
+        return
     path, notices = newest_checkpoint(log.checkpoints)
+    if path is None and log.recorded_steps:
+        raise CheckpointError(
+            f"{log.path} holds the records of {log.recorded_steps} steps and no checkpoint to resume from: "
+            f"{' '.join(notices) or 'none was written.'} Start anew with --run.overwrite, which moves this "
+            "run aside, or give another --run.output-dir. --run.save-every writes checkpoints on the way."
+        )
     for notice in notices:
         console.note(notice)
-    if path is not None:
-        load_checkpoint(path, state)
-        console.note(f"resumed from {path.name}")
+    if path is None:
+        console.note(f"nothing to resume in {log.path}: starting at step 0")
+        return
+    load_checkpoint(path, state)
+    console.note(f"resumed from {path.name}")
 
 
 def save_run(log: RunFolder, state: Mapping[str, Any], progress: Progress, *, keep: int) -> None:
-    """A checkpoint named after the step; then old ones go, the best one apart."""
+    """A checkpoint named after the step, and the model in ``best`` where it is the best; then old checkpoints
+    go, the best one apart."""
+    if progress.is_best:  # first: a run killed in between comes to this step again
+        policy: Policy = state["policy"]
+        save(policy.model, policy.tokenizer, log.path / "best")
     save_checkpoint(log.checkpoints, _name(progress.step), state, meta={"step": progress.step})
     protected = [] if progress.best_step is None else [_name(progress.best_step)]
     prune(log.checkpoints, keep, protected)
 
 
-def finish(log: RunFolder, progress: Progress, result: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Says where everything is; returns the result of the run."""
+def finish(
+    log: RunFolder, progress: Progress, result: dict[str, Any], console: Console, *, go_on: str = GO_ON
+) -> dict[str, Any]:
+    """Says where everything is, and ``go_on`` when interrupted; returns the result of the run."""
     log.close()
     console.print(f"{'stopped' if result['interrupted'] else 'done'} after step {progress.step}.")
     console.print(
@@ -106,9 +177,11 @@ def finish(log: RunFolder, progress: Progress, result: dict[str, Any], console: 
     console.print(f"  figures      {log.path / 'metrics.jsonl'}, every completion in rollouts.jsonl")
     console.print(f"  checkpoints  {log.checkpoints}")
     if progress.best_step is not None:
-        console.print(f"  best         {_name(progress.best_step)}, {progress.best_value:.4g}")
+        console.print(
+            f"  best         {log.path / 'best'}, of step {progress.best_step} ({progress.best_value:.4g})"
+        )
     if result["interrupted"]:
-        console.print("go on with: the same command and --run.resume")
+        console.print(go_on)
     return {**result, "run": str(log.path), "best_step": progress.best_step}
 
 

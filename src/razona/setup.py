@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,18 @@ def fitting_prompts(
     for notice in prompts.notices:
         console.note(notice)
     return prompts.prompts
+
+
+def overlap_note(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
+    """What to print when prompts are trained on and held out too: None when there are none."""
+    trained = {prompt.token_ids for prompt in training}
+    count = sum(prompt.token_ids in trained for prompt in held_out)
+    if not count:
+        return None
+    return (
+        f"{count} of the {len(held_out)} held-out prompts are training prompts too: for these, eval/... "
+        "figures say what was learned by heart. Hold out rows that are not trained on."
+    )
 
 
 def max_context(model: Any) -> int | None:

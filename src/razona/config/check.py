@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from razona.config.commands import GenerateConfig
+from razona.config.common import EvalConfig
 from razona.config.grpo import GRPOConfig
 from razona.errors import ConfigError, nearest
 
@@ -72,15 +74,23 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def validate(config: Any) -> None:
+def validate(config: Any, *, eval_rows: bool | None = None) -> None:
     """Raise ConfigError for a wrong type, a value out of range, or options that exclude each other.
 
-    For configurations built in Python too: dataclasses do not check their fields.
+    For configurations built in Python too: dataclasses do not check their fields. ``eval_rows`` says whether
+    held-out rows are given beside the configuration; None: not known yet.
     """
     _check_fields(config)
     if isinstance(config, GRPOConfig):
         _check_grpo(config)
         _check_objective(config)
+        if eval_rows is False and not config.eval.data:
+            _check_no_evaluation(config.eval)
+    if isinstance(config, GenerateConfig) and config.prompts and config.data.path:
+        raise ConfigError(
+            f"prompts ({len(config.prompts)}) and data.path = {config.data.path!r} are both given, and one "
+            "would be left out. Give --prompt or --data."
+        )
     evaluation, run, optimizer = (getattr(config, name, None) for name in ("eval", "run", "optimizer"))
     if evaluation and evaluation.temperature == 0 and evaluation.samples > 1:
         raise ConfigError(
@@ -154,6 +164,17 @@ def _check_fields(config: Any, table: str = "") -> None:
         convert(hints[field.name], value, name)
         if name in _RANGES and not _RANGES[name][1](value):
             raise ConfigError(f"{name} = {value!r} cannot work: it must be {_RANGES[name][0]}.")
+
+
+def _check_no_evaluation(config: EvalConfig) -> None:
+    """Without held-out rows every other option of evaluation would be ignored."""
+    values = {field: getattr(config, field.name) for field in dataclasses.fields(config)}
+    given = [f"eval.{field.name} = {v!r}" for field, v in values.items() if v != field.default]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)}: but eval.data is empty, nothing to evaluate on. "
+            "Give --eval-data FILE, or eval_rows from Python."
+        )
 
 
 def _check_grpo(config: GRPOConfig) -> None:

@@ -18,10 +18,10 @@ class GenerateConfig:
     data: DataConfig = field(default_factory=lambda: DataConfig(shuffle=False))
     sampling: Sampling = field(default_factory=lambda: Sampling(group_size=1))
     num_prompts: int = 0
-    """Rows of the data set to use; 0: all."""
+    """Rows of the data set to use, the first ones or, with data.shuffle, any; 0: all."""
     seed: int = 0
     output: str = ""
-    """A .jsonl file for the completions; empty: they are printed."""
+    """A .jsonl file for the completions, not there yet; empty: they are printed."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class EvaluateConfig:
     """format, exact_answer, length, or path/to/file.py:function, or package.module:function."""
     sampling: Sampling = field(default_factory=lambda: Sampling(group_size=1))
     num_prompts: int = 0
-    """Rows of the data set to use; 0: all."""
+    """Rows of the data set to use, the first ones or, with data.shuffle, any; 0: all."""
     seed: int = 0
     output: str = ""
-    """A .jsonl file for completions and scores; empty: none is written."""
+    """A .jsonl file for completions and scores, not there yet; empty: none is written."""
     reward_timeout: float = 60.0
     """Seconds a reward function may take per call."""
 
@@ -50,7 +50,7 @@ class DemoConfig:
     output_dir: str = "runs/demo"
     cold_start_steps: int = 16
     """SFT steps on the demonstrations before GRPO."""
-    grpo_steps: int = 32
+    grpo_steps: int = 36
     """GRPO steps; the control goes on with SFT for the same time."""
     eval_prompts: int = 200
     """Held-out prompts; no number pair of them is in the demonstrations."""

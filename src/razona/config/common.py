@@ -49,11 +49,12 @@ class DataConfig:
     system: str | None = None
     """System prompt put before every prompt; it makes string prompts conversational."""
     max_prompt_length: int | None = None
-    """Tokens a prompt may have; None allows what the model can hold."""
+    """Tokens a prompt may have, in SFT what stands before the first trained token; None allows what the model
+    can hold."""
     too_long: Literal["drop", "error"] = "drop"
     """What happens to a row that does not fit; drops are counted and printed."""
     shuffle: bool = True
-    """A new order in every epoch, from the run's seed."""
+    """A new order in every epoch, from the seed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class OptimizerConfig:
 
     learning_rate: float = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine end at 0 at the last step."""
+    """Shape after the warm-up; linear and cosine fall towards 0, which comes after the last update."""
     warmup_steps: int = 0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -86,14 +87,14 @@ class EvalConfig:
     temperature: float = 1.0
     """0 is greedy."""
     best_metric: str = ""
-    """Keep the checkpoint that is best in this eval/... metric; empty: eval/reward."""
+    """The step with the highest value of this eval/... metric is kept as best/; empty: eval/reward."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The run folder and its clock."""
 
-    output_dir: str = "runs/razona"
+    output_dir: str = resumable("runs/razona")
     num_steps: int = resumable(100)
     """Optimizer rounds: one rollout each in GRPO, one batch each in SFT."""
     seed: int = 0

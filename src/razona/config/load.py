@@ -7,10 +7,11 @@ TOML and ``--sampling.group-size 16`` as a flag.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from razona.config.check import convert, validate
 from razona.errors import ConfigError, nearest
@@ -41,7 +42,7 @@ SHORT_FLAGS = {
 }
 """Short spellings of the most used flags, where the command has the long one."""
 
-REPEATABLE = {"--reward": "--rewards", "--prompt": "--prompts"}
+SINGULAR = {"--reward": "--rewards", "--prompt": "--prompts"}
 """``--reward format --reward exact_answer`` is ``--rewards format exact_answer``."""
 
 
@@ -106,14 +107,15 @@ def merge(base: C, values: Mapping[str, Any], *, source: str = "", table: str = 
     return dataclasses.replace(base, **changes)  # type: ignore[type-var]
 
 
-def _fields(config: Any, table: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every field that is no table, with its dotted name."""
+def _fields(config: Any, table: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field that is no table: its dotted name and its type."""
+    hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{table}{field.name}.")
         else:
-            yield f"{table}{field.name}", field
+            yield f"{table}{field.name}", hints[field.name]
 
 
 def _unknown_key(config: Any, key: str, table: str, whole: Any) -> str:
@@ -130,41 +132,64 @@ def _parse_flags(config: C, args: Sequence[str], prog: str | None) -> C:
     """``config`` with flags put over it. tyro loads here: ``import razona.config`` does without."""
     import tyro
 
-    flags = {f"--{name.replace('_', '-')}" for name, _ in _fields(config)}
-    shorts = {short: long for short, long in SHORT_FLAGS.items() if long in flags and short not in flags}
-    repeatable = {short: long for short, long in REPEATABLE.items() if long in flags}
-    spellings = ", ".join(f"{short} = {long}" for short, long in {**shorts, **repeatable}.items())
+    flags = {f"--{name.replace('_', '-')}": hint for name, hint in _fields(config)}
+    shorts = {
+        short: long
+        for short, long in {**SHORT_FLAGS, **SINGULAR}.items()
+        if long in flags and short not in flags
+    }
+    spellings = ", ".join(f"{short} = {long}" for short, long in shorts.items())
     help_text = f"{type(config).__doc__} Beside these: --json, --traceback; --dry-run when training."
     return tyro.cli(
         type(config),
         prog=prog,
-        args=_expand(args, shorts, repeatable),
+        args=_expand(args, flags, shorts),
         default=config,
         description=f"{help_text}\n\nShort spellings: {spellings}." if spellings else help_text,
         registry=_registry(),
     )
 
 
-def _expand(args: Sequence[str], shorts: Mapping[str, str], repeatable: Mapping[str, str]) -> list[str]:
-    """``args`` in long spellings; values of a repeatable flag are gathered behind its one long flag."""
+def _expand(args: Sequence[str], flags: Mapping[str, Any], shorts: Mapping[str, str]) -> list[str]:
+    """``args`` in long spellings. A flag that takes any number of values has them gathered from all its
+    spellings; any other one given twice is a ConfigError, and so is a TOML file after a flag.
+    """
     plain: list[str] = []
     gathered: dict[str, list[str]] = {}
-    target = plain
+    given: dict[str, str] = {}
+    target, open_flag = plain, False  # open: the next word is its value
     for arg in args:
         if not arg.startswith("--"):
+            if arg.endswith(".toml") and not open_flag:
+                raise ConfigError(
+                    f"'{arg}' stands where no configuration file can: there is one at most, and it comes "
+                    "first, before every flag: razona COMMAND run.toml --flag value."
+                )
             target.append(arg)
+            open_flag = False
             continue
-        flag, equals, value = arg.partition("=")
-        flag = flag.replace("_", "-")
-        if flag in repeatable:
-            target = gathered.setdefault(repeatable[flag], [])
+        written, equals, value = arg.partition("=")
+        flag = written.replace("_", "-")
+        flag = shorts.get(flag, flag)
+        option = re.sub(r"(--|\.)no-", r"\1", flag)
+        open_flag = not equals and flags.get(option) is not bool
+        if _takes_many(flags.get(flag)):
+            target = gathered.setdefault(flag, [])
             target += [value] if equals else []
-        else:
-            target = plain
-            target.append(f"{shorts.get(flag, flag)}{equals}{value}")
-    for flag, values in gathered.items():
-        plain += [flag, *values]
-    return plain
+            continue
+        target = plain
+        plain.append(f"{flag}{equals}{value}")
+        if option in flags and option in given:
+            first = given[option]
+            how = f"{written} is given twice" if written == first else f"{first} and {written} are both given"
+            raise ConfigError(f"{how}, and only one of them could count. Give {option[2:]} once.")
+        given[option] = written
+    return plain + [word for flag, values in gathered.items() for word in (flag, *values)]
+
+
+def _takes_many(hint: Any) -> bool:
+    """Whether an option of this type has any number of values."""
+    return get_origin(hint) is dict or (get_origin(hint) is tuple and get_args(hint)[-1] is Ellipsis)
 
 
 def _registry() -> ConstructorRegistry:
@@ -174,9 +199,10 @@ def _registry() -> ConstructorRegistry:
     registry = ConstructorRegistry()
 
     def pairs(texts: list[str]) -> dict[str, str]:
-        if not all("=" in text for text in texts):
-            raise ValueError(f"expected old=new, got {' '.join(texts)}")
-        return dict(text.split("=", 1) for text in texts)
+        renamed = dict(text.split("=", 1) for text in texts if "=" in text)
+        if len(renamed) < len(texts):
+            raise ValueError(f"expected old=new, each column once, got {' '.join(texts)}")
+        return renamed
 
     @registry.primitive_rule
     def rename(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[str, str]] | None:

@@ -1,9 +1,10 @@
 """Rows become prompts, and demonstrations with their masks."""
 
 from razona.data.demonstrations import Demonstration, DemonstrationSet, build_demonstrations
+from razona.data.output import output_file
 from razona.data.prompts import PromptSet, build_prompts
 from razona.data.rows import Rows, load_rows
-from razona.data.source import PromptSource
+from razona.data.source import PromptSource, first_of
 
 __all__ = [
     "Demonstration",
@@ -13,5 +14,7 @@ __all__ = [
     "Rows",
     "build_demonstrations",
     "build_prompts",
+    "first_of",
     "load_rows",
+    "output_file",
 ]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from razona.config.common import DataConfig
-from razona.data.prompts import as_input, as_messages, drop_notices, encode, need_column, render
+from razona.data.prompts import (
+    as_input,
+    as_messages,
+    drop_notices,
+    encode,
+    need_column,
+    plain_notices,
+    render,
+)
 from razona.data.rows import Rows
 from razona.errors import DataError
 from razona.types import Message
@@ -50,7 +58,8 @@ def build_demonstrations(
     Rows have ``data.prompt_column`` and ``data.completion_column`` (a string, or a list with one assistant
     message), or a column ``messages``, of which every assistant turn is trained. Trained tokens are what the
     assistant wrote and the token that ends its turn (the first of ``stop_token_ids`` or the tokenizer's own).
-    Raises DataError.
+    What stands before the first of them is the prompt, which ``data.max_prompt_length`` bounds. Raises
+    DataError.
     """
     rows = rows.renamed(data.rename)
     if tokenizer.eos_token_id is None:
@@ -65,26 +74,50 @@ def build_demonstrations(
         need_column(rows, data.completion_column, "--data.completion-column", "answers to imitate")
     found: list[Demonstration] = []
     dropped: Counter[str] = Counter()
+    read = _from_messages if from_messages else _from_pair
     for i, row in enumerate(rows):
-        where = rows.where(i)
-        read = _from_messages if from_messages else _from_pair
-        demonstration = read(row, tokenizer, data, stops, where)
-        length = len(demonstration.token_ids)
+        demonstration = read(row, tokenizer, data, stops, rows.where(i))
+        excess = _excess(demonstration, data.max_prompt_length, max_length)
         if not any(demonstration.loss_mask):
             dropped["no answer in it to train on"] += 1
-        elif length <= max_length:
+        elif excess is None:
             found.append(demonstration)
         elif data.too_long == "drop":
-            dropped[f"longer than {max_length} tokens"] += 1
+            dropped[excess.dropped] += 1
         else:
             raise DataError(
-                f"{where} has {length} tokens and {max_length} are allowed. Shorten it, raise --max-length, "
-                "or let such rows be left out with --data.too-long drop."
+                f"{rows.where(i)}{excess.refused}, or let such rows be left out with --data.too-long drop."
             )
     notices = drop_notices(dropped, len(rows))
+    if not from_messages and data.system is None:
+        notices += plain_notices(rows, tokenizer, data.prompt_column)
     if not found:
         raise DataError(f"Nothing is left of {rows.name} to train on. {' '.join(notices)}")
     return DemonstrationSet(tuple(found), len(rows), dict(dropped), notices)
+
+
+class _Excess(NamedTuple):
+    """Why a demonstration does not fit: as it is counted when dropped, and as an error has it."""
+
+    dropped: str
+    refused: str
+
+
+def _excess(demonstration: Demonstration, max_prompt_length: int | None, max_length: int) -> _Excess | None:
+    """What is too long in a demonstration with a trained token; None when it fits."""
+    length, prompt = len(demonstration.token_ids), [*demonstration.loss_mask, True].index(True)
+    if max_prompt_length is not None and prompt > max_prompt_length:
+        return _Excess(
+            f"prompt longer than {max_prompt_length} tokens",
+            f": its prompt has {prompt} tokens and {max_prompt_length} are allowed. Shorten it, raise "
+            "--data.max-prompt-length",
+        )
+    if length > max_length:
+        return _Excess(
+            f"longer than {max_length} tokens",
+            f" has {length} tokens and {max_length} are allowed. Shorten it, raise --max-length",
+        )
+    return None
 
 
 def _from_pair(

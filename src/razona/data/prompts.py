@@ -82,6 +82,8 @@ def build_prompts(
             "The chat template already opens <think>: completions begin inside it, and a reward that looks "
             "for the opening tag, as `format` does, gives 0 to all of them.",
         )
+    if data.system is None:
+        notices += plain_notices(rows, tokenizer, data.prompt_column)
     return PromptSet(tuple(prompts), rows.columns, conversational, len(rows), dropped, notices)
 
 
@@ -221,3 +223,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, as_written: bool) -
 def drop_notices(dropped: Mapping[str, int], total: int) -> tuple[str, ...]:
     """One printable line per reason."""
     return tuple(f"{count} of {total} rows dropped: {reason}." for reason, count in dropped.items())
+
+
+def plain_notices(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[str, ...]:
+    """What to print when prompts are strings and the model has a chat template, which they bypass."""
+    if not tokenizer.chat_template or not any(isinstance(row[column], str) for row in rows):
+        return ()
+    return (
+        f"{rows.name}: prompts are plain text and go to the model as they are; this model has a chat "
+        "template: use messages or --system.",
+    )

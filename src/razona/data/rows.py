@@ -127,7 +127,10 @@ def _from_path(data: str | Path, split: str) -> Rows:
         there = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         raise DataError(f"There is no file {path}.{nearest(path.name, there)} Paths start at {Path.cwd()}.")
     if split != "train":
-        raise DataError(f"--data.split {split}: the file {path} has no splits. Give the file of that split.")
+        raise DataError(
+            f"--data.split {split}: the file {path} has no splits. Give the file of that split; where the "
+            f"split is that of a hub id beside it, write it there: owner/name@{split}."
+        )
     readers = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     try:
         return Rows.of(readers[path.suffix.lower()](path), str(path))

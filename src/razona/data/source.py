@@ -76,3 +76,8 @@ class PromptSource(Generic[T]):
             return hashlib.blake2b(f"order/{self.seed}/{epoch}/{index}".encode(), digest_size=16).digest()
 
         return sorted(indices, key=key)
+
+
+def first_of(prompts: Sequence[T], count: int, *, seed: int, shuffle: bool) -> list[T]:
+    """``count`` prompts, each once (0: all of them), in the order of a source's first epoch."""
+    return PromptSource(prompts, seed=seed, shuffle=shuffle).take(min(count or len(prompts), len(prompts)))

@@ -19,7 +19,14 @@ from torch import Tensor
 from razona.batch import FlatRow, Span
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
-from razona.models.flat import MIN_QUERY_ROWS, AttentionOptions, FlatLayout, attention, padded_length
+from razona.models.flat import (
+    MIN_QUERY_ROWS,
+    AttentionOptions,
+    FlatLayout,
+    attention,
+    padded_length,
+    sufficient_length,
+)
 from razona.models.packed import packed_linears
 from razona.models.scorer import FlatScorer
 from razona.types import Completion, Group, Prompt, Sampling
@@ -94,7 +101,8 @@ class NativeEngine:
         """Consecutive prompts whose keys and values fit the budget; one prompt at least."""
         config = self.scorer.model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = 2 * config.num_hidden_layers * kv_heads * head_dim
         width *= self.scorer.head.projection.weight.element_size()
         start, used = 0, 0
         for index, prompt in enumerate(prompts):
@@ -254,11 +262,13 @@ class _Bucket:
         self.caches: dict[int, Tensor] = {}
         self.positions = torch.zeros(0, dtype=torch.long, device=device)  # of the token fed, per live row
         self.masks: dict[int | None, Tensor] = {}  # per sliding window, of the present step
+        self.seen = 0  # keys that a row may see at most
 
     def fill(self, layer: int, k: Tensor, v: Tensor, spans: list[Span]) -> None:
         """Takes the prompt's keys and values ``[N, KV, D]`` for every row."""
         if not len(self.positions):  # the position before the first token fed
             self.positions = torch.tensor([span.prompt_length - 1 for span in spans], device=self.device)
+            self.seen = max(span.prompt_length for span in spans)
         kv = torch.cat([k, v], 1)
         self.caches[layer] = kv.new_zeros(len(self.rows), kv.shape[1], self.kv_length, kv.shape[2])
         for row, span in enumerate(spans):
@@ -267,6 +277,7 @@ class _Bucket:
 
     def advance(self) -> None:
         self.positions = self.positions + 1
+        self.seen += 1
         self.masks.clear()
 
     def drop(self, done: list[bool]) -> None:
@@ -286,7 +297,8 @@ class _Bucket:
         batch, heads, dim = q.shape
         cache = self.caches[layer]
         cache[self.batch[:batch], :, self.positions] = kv
-        keys, values = cache[:batch].chunk(2, 1)
+        length = sufficient_length(self.kv_length, self.seen)
+        keys, values = cache[:batch, :, :length].chunk(2, 1)
         kv_heads = keys.shape[1]
         # The query heads of one key/value head become its query rows, repeated up to a multiple of the least
         # count.
@@ -294,12 +306,12 @@ class _Bucket:
         whole, part = divmod(-(-shared // MIN_QUERY_ROWS) * MIN_QUERY_ROWS, shared)
         queries = q.reshape(batch, kv_heads, shared, dim)
         queries = torch.cat([queries] * whole + [queries[:, :, :part]] * (part > 0), 2)
-        out = attention(queries, keys, values, self._mask(options.window, q), options)
+        out = attention(queries, keys, values, self._mask(options.window, length, q), options)
         return out.transpose(1, 2)[:, :, :shared].reshape(batch, heads, dim)
 
-    def _mask(self, window: int | None, like: Tensor) -> Tensor:
+    def _mask(self, window: int | None, length: int, like: Tensor) -> Tensor:
         if window not in self.masks:
-            at, seen = self.positions[:, None], torch.arange(self.kv_length, device=self.device)[None]
+            at, seen = self.positions[:, None], torch.arange(length, device=self.device)[None]
             visible = (seen <= at) & (seen > at - window) if window else seen <= at
             mask = torch.zeros(visible.shape, dtype=like.dtype, device=self.device)
             self.masks[window] = mask.masked_fill_(~visible, -torch.inf)[:, None, None]

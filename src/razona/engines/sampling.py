@@ -39,7 +39,7 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
         logits = logits / sampling.temperature if sampling.temperature != 1.0 else logits
         logits = truncate(logits, sampling)
         logprobs = logits.log_softmax(-1)
-        token = _invert(logits.softmax(-1), uniform.to(logits.device))
+        token = _invert(logprobs.exp(), uniform.to(logits.device))
     return token, logprobs.gather(1, token[:, None])[:, 0]
 
 
@@ -66,7 +66,9 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     In two levels, blocks of the vocabulary and then one block: a running sum over all of it is slow.
     """
     rows, vocabulary = probabilities.shape
-    blocks = F.pad(probabilities, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    if vocabulary % BLOCK:
+        probabilities = F.pad(probabilities, (0, -vocabulary % BLOCK))
+    blocks = probabilities.unflatten(1, (-1, BLOCK))
     ends = blocks.sum(-1).double().cumsum(-1)
     threshold = uniform[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, threshold, right=True).clamp_(max=blocks.shape[1] - 1)

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from razona.batch import FlatRow, Span
 
 MIN_QUERY_ROWS = 4
-KV_BLOCK = 512  # the CPU kernel walks key/values in blocks of this size; whole masked blocks change no bit
+KV_BLOCK = 512  # the CPU kernel walks key/values in blocks of this size
 KV_STEP = 64
 BLOCK_BYTES = 4 * 2**20  # of attention scores worked on at a time in the backward pass: the processor's cache
 
@@ -39,6 +39,21 @@ def padded_length(length: int) -> int:
     """
     step = KV_STEP if length <= KV_BLOCK else KV_BLOCK
     return -(-length // step) * step
+
+
+def sufficient_length(kv_length: int, needed: int) -> int:
+    """The least key/value length that gives ``needed`` tokens the bits they have at ``kv_length``.
+
+    Masked keys change no bit as long as the rest is summed in the same blocks. The CPU kernel goes in blocks
+    of 512, and its matrix product divides such a block by its size: not up to 192, alike from 384 to 512.
+    """
+    if kv_length > KV_BLOCK:
+        least, step = KV_BLOCK, KV_BLOCK
+    elif kv_length <= 192:
+        least, step = KV_STEP, KV_STEP
+    else:
+        least, step = min(384, kv_length), KV_STEP
+    return min(kv_length, max(least, -(-needed // step) * step))
 
 
 class Layout(Protocol):
@@ -177,8 +192,7 @@ def _parts(span: Span, *, exact: bool) -> list[Part]:
     def padded(needed: int) -> int:
         if not exact or not span.kv_length:
             return needed
-        # Trailing blocks that nobody of this part sees may go: they change no bit.
-        return min(span.kv_length, -(-needed // KV_BLOCK) * KV_BLOCK)
+        return sufficient_length(span.kv_length, needed)
 
     if len(span.lengths) <= 1:
         length = span.prompt_length + sum(span.lengths)

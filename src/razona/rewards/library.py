@@ -6,6 +6,7 @@ Each factory returns a function of the reward protocol. They judge strings and m
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,8 +66,8 @@ def think_format(min_characters: int = 1) -> Callable[..., list[float]]:
 def exact_answer(column: str = "answer", score: float = 1.0) -> Callable[..., list[float | None]]:
     """``score`` when the answer after ``</think>`` is the value of ``column``, letter by letter, else 0.0.
 
-    Space around either does not count. It abstains (None) where the column is empty. Numbers are compared as
-    they are written: 72 and 72.0 in the column are "72".
+    Space around either does not count. It abstains (None) where the column is empty or nan. Numbers are
+    compared as they are written: 72 and 72.0 in the column are "72".
     """
 
     def exact_answer(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
@@ -122,6 +123,8 @@ def soft_overlong(max_completion_length: int, cache: int) -> Callable[..., list[
 
 
 def _written(gold: Any) -> str | None:
+    if isinstance(gold, float) and math.isnan(gold):  # an empty cell, as a table reader has it
+        return None
     if isinstance(gold, float) and gold.is_integer():
         gold = int(gold)
     return None if gold is None else str(gold).strip() or None

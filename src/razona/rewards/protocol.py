@@ -17,6 +17,8 @@ from razona.rewards.resolve import resolve
 from razona.types import Group
 
 ALWAYS = ("prompts", "completions", "completion_ids")
+RESERVED = ("reward", "truncated", "completion_length")
+"""Names of eval/... series that are there beside those of the reward functions."""
 
 
 RewardSpec = Callable[..., Any] | str
@@ -48,7 +50,8 @@ def bind(
 
     A function that takes ``**kwargs`` gets everything, another only what it names. Display names are the
     functions' own; where two are alike the later ones become ``name_2``, ``name_3`` (``lambda`` for lambdas).
-    ``weights`` default to 1. Raises RewardError when a required parameter is fed by no column.
+    ``weights`` default to 1. Raises RewardError when a required parameter is fed by no column, and for a name
+    whose figures would fall together with others.
     """
     if not reward_fns:
         raise RewardError(
@@ -113,6 +116,12 @@ def _bind_one(function: Callable[..., Any], name: str, weight: float, columns: S
                 f"Reward function {name!r}: no column feeds its parameter {parameter.name!r}, which stays at "
                 f"its default {parameter.default!r:.40}.{nearest(parameter.name, columns)}"
             )
+    if name in RESERVED or "/" in name:
+        raise RewardError(
+            f"A reward function is called {name!r}, and its figures, such as eval/{name}, would fall "
+            "together with those of the run. Give the function another name: in its def, or with "
+            f"{name.replace('/', '_')}.__name__ = 'another'."
+        )
     return BoundReward(function, name, weight, None if takes_all else frozenset(named), fixed, tuple(notices))
 
 

@@ -18,19 +18,28 @@ from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
 from razona.data import PromptSource, Rows, load_rows
-from razona.errors import ConfigError
 from razona.evaluate import Evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
-from razona.metrics import UpdateMeter, rollout_metrics
+from razona.metrics import UpdateMeter, completion_means, rollout_metrics
 from razona.models import LoadedModel, save
-from razona.objective import OBJECTIVES, Objective, with_importance
-from razona.policy import Policy, Reference
-from razona.progress import Interrupt, Progress, finish, open_run, restore, save_run
+from razona.objective import OBJECTIVES, Objective, silent_where_flat, with_importance
+from razona.policy import Policy, Reference, finite
+from razona.progress import (
+    GO_ON,
+    FlatNote,
+    Interrupt,
+    Progress,
+    finish,
+    open_run,
+    restore,
+    save_run,
+    stopping_where_not_finite,
+)
 from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
 from razona.rollout import collect
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+from razona.setup import fitting_prompts, load_model, make_engine, make_policy, overlap_note
 from razona.types import Engine, Prompt
 
 NOTHING_TRAINED = (
@@ -65,10 +74,12 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
     policy, engine, reference, progress = parts.policy, parts.engine, parts.reference, parts.progress
     temperature, budget = config.sampling.temperature, config.tokens_per_microbatch
     several_updates = config.minibatches_per_rollout * config.epochs_per_rollout > 1
+    skip_flat = silent_where_flat(objective.loss_fn)
     metrics: dict[str, float] = {}
-    phases = Phases()
+    phases, flat_note = Phases(), FlatNote(console)
 
     with (
+        stopping_where_not_finite(parts.log, progress, policy),
         Interrupt(console) as interrupt,
         console.progress("GRPO", config.run.num_steps, progress.step) as advance,
     ):
@@ -89,7 +100,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             rollout = collate(groups, rewards, overlong_filter=objective.overlong_filter).to(policy.device)
 
             # Only the passes that are needed: with one update per rollout the old policy is the present one.
-            measure_kl = objective.kl_coef > 0 or _due(step, config.measure_kl_every)
+            measure_kl = objective.kl_coef != 0 or _due(step, config.measure_kl_every)
             with torch.no_grad(), phases("score"):
                 if several_updates:
                     rollout = rollout.with_old(policy, temperature=temperature, budget=budget)
@@ -103,7 +114,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 config.minibatches_per_rollout, epochs=config.epochs_per_rollout, seed=step
             ):
                 minibatch = minibatch.weighted(objective.weight_fn)  # counts of this optimizer update
-                if not measure_kl:
+                if skip_flat and not measure_kl:
                     minibatch = minibatch.with_signal()  # where every advantage is 0 the gradient is too
                 for micro in minibatch.split(budget):
                     with phases("train"):
@@ -121,8 +132,9 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                         loss = masked_sum(token_loss, needed(micro.weights))
                         loss.backward()
                     meter.add(micro, logprobs, old, loss)
+                finite("loss", meter.loss)
                 with phases("optimizer"):
-                    meter.updated(policy.update())
+                    meter.updated(finite("gradient norm", policy.update()))
             if reference is not None and _due(step + 1, reference.refresh_every):
                 reference.refresh()
 
@@ -137,9 +149,13 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 rewards=rewards.tolist(),
                 reward_names=[b.name for b in parts.rewards],
                 totals=total_rewards(rewards, weights).tolist(),
-                advantages=needed(rollout.advantages)[:, 0].reshape(rewards.shape[:2]).tolist(),
+                advantages=completion_means(needed(rollout.advantages), rollout.lengths)
+                .reshape(rewards.shape[:2])
+                .tolist(),
             )
-            if not meter.tokens:
+            if meter.tokens:
+                flat_note(step + 1, metrics)
+            else:
                 console.note(f"step {step + 1}: {NOTHING_TRAINED}")
             progress.step = step + 1
             last = step + 1 == config.run.num_steps
@@ -151,11 +167,11 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
             stopping = last or interrupt.wanted  # asked once: what stops here is saved here
+            seconds = phases.pop()
+            parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
             if stopping or progress.is_best or _due(step + 1, config.run.save_every):
                 with phases("checkpoint"):
                     save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
-            seconds = phases.pop()
-            parts.log.log_timings(step + 1, seconds)
             console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
             if _due(step + 1, config.run.print_every):
                 console.samples(
@@ -177,14 +193,15 @@ def run(
     reward_fns: Sequence[RewardSpec] = (),
     eval_reward_fns: Sequence[RewardSpec] = (),
     objective: Objective | None = None,
+    go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
     for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
-    written.
+    written; ``go_on`` is what to say when the run was interrupted.
     """
-    validate(config)
+    validate(config, eval_rows=eval_rows is not None)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
@@ -196,8 +213,8 @@ def run(
         if notice:
             console.note(notice)
     held_out = eval_rows if eval_rows is not None else config.eval.data or None
-    held_out = None if held_out is None else load_rows(held_out)
-    evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console)
+    held_out = None if held_out is None else load_rows(held_out, split=config.data.split)
+    evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console, prompts)
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
     objective = objective or objective_from(config)
@@ -207,7 +224,8 @@ def run(
         return {"dry_run": True, "prompts": len(prompts)}
 
     fingerprint = "+".join(data.fingerprint for data in (table, held_out) if data is not None)
-    log = open_run(config, console, model=loaded.name, fingerprint=fingerprint)
+    given = facts(objective, rewards, evaluator)
+    log = open_run(config, console, model=loaded.name, data_fingerprint=fingerprint, **given)
     parts = Parts(
         policy=policy,
         reference=make_reference(config, objective, policy, log),
@@ -221,7 +239,7 @@ def run(
     restore(parts.log, parts.state, console)
     result = train(config, objective, parts, console)
     save(policy.model, policy.tokenizer, log.path / "model")
-    return finish(log, parts.progress, result, console)
+    return finish(log, parts.progress, result, console, go_on=go_on)
 
 
 def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:
@@ -250,14 +268,12 @@ def make_evaluator(
     reward_fns: Sequence[RewardSpec],
     eval_reward_fns: Sequence[RewardSpec],
     console: Console,
+    training: Sequence[Prompt],
 ) -> Evaluator | None:
-    """What measures held-out ``rows``: with the rewards of training unless evaluation has its own."""
-    best = config.eval.best_metric
+    """What measures held-out ``rows``: with the rewards of training unless evaluation has its own. Says which
+    of its prompts are ``training`` prompts too.
+    """
     if rows is None:
-        if best:
-            raise ConfigError(
-                f"eval.best_metric is '{best}', but there are no held-out rows. Give eval.data."
-            )
         return None
     own = tuple(eval_reward_fns) or config.eval.rewards
     rewards = bind(
@@ -274,10 +290,24 @@ def make_evaluator(
         seed=config.run.seed,
         reward_timeout=config.reward_timeout,
     )
-    evaluator.check_best(best or "eval/reward")
+    evaluator.check_best(config.eval.best_metric or "eval/reward")
+    if overlap := overlap_note(training, evaluator.prompts):
+        console.note(overlap)
     for notice in (line for b in rewards for line in b.notices):
         console.note(f"held-out evaluation: {notice}")
     return evaluator
+
+
+def facts(
+    objective: Objective, rewards: Sequence[BoundReward], evaluator: Evaluator | None
+) -> dict[str, Any]:
+    """What may have been given from Python, as far as it can be written down and compared on resume."""
+    judges = evaluator.rewards if evaluator else ()
+    return {
+        "objective": objective.facts,
+        "rewards": {b.name: b.weight for b in rewards},
+        "eval_rewards": {b.name: b.weight for b in judges},
+    }
 
 
 def objective_from(config: GRPOConfig) -> Objective:

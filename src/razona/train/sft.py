@@ -15,8 +15,16 @@ from razona.log import Phases, RunFolder
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
 from razona.models import save
-from razona.policy import Policy
-from razona.progress import Interrupt, Progress, finish, open_run, restore, save_run
+from razona.policy import Policy, finite
+from razona.progress import (
+    Interrupt,
+    Progress,
+    finish,
+    open_run,
+    restore,
+    save_run,
+    stopping_where_not_finite,
+)
 from razona.setup import load_model, make_policy, max_context
 
 
@@ -40,6 +48,7 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     phases = Phases()
     with (
+        stopping_where_not_finite(parts.log, progress, policy),
         Interrupt(console) as interrupt,
         console.progress("SFT", config.run.num_steps, progress.step) as advance,
     ):
@@ -50,13 +59,13 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
             metrics |= {"lr": policy.learning_rate(policy.updates - 1)}
             progress.step = step + 1
             parts.log.log(step + 1, metrics)
+            seconds = phases.pop()
+            parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
             # Asked once: what stops here is saved here.
             stopping = step + 1 == config.run.num_steps or interrupt.wanted
             if stopping or (config.run.save_every and (step + 1) % config.run.save_every == 0):
                 with phases("checkpoint"):
                     save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
-            seconds = phases.pop()
-            parts.log.log_timings(step + 1, seconds)
             console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
             advance()
             if stopping:
@@ -66,7 +75,7 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
 
 def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dict[str, float]:
     """One optimizer update on the mean log-loss of the trained tokens of ``rows``, whatever the
-    micro-batches.
+    micro-batches. NotFinite, and no update, when loss or gradient are not finite.
     """
     batch = collate_demonstrations([(row.token_ids, row.loss_mask) for row in rows]).to(policy.device)
     total = 0.0
@@ -75,7 +84,9 @@ def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dic
         loss = masked_sum(negative_log_likelihood(logprobs, micro.loss_mask), needed(micro.weights))
         loss.backward()
         total += loss.item()
-    return {"loss": total, "grad_norm": policy.update(), "trained_tokens": float(batch.num_tokens)}
+    finite("loss", total)
+    norm = finite("gradient norm", policy.update())
+    return {"loss": total, "grad_norm": norm, "trained_tokens": float(batch.num_tokens)}
 
 
 def run(
@@ -113,7 +124,7 @@ def run(
         console.print("dry run: everything fits; nothing was trained or written.")
         return {"dry_run": True, "demonstrations": len(found.demonstrations)}
 
-    log = open_run(config, console, model=loaded.name, fingerprint=table.fingerprint)
+    log = open_run(config, console, model=loaded.name, data_fingerprint=table.fingerprint)
     parts = Parts(policy, source, log, Progress())
     restore(log, parts.state, console)
     result = train(config, parts, console)
