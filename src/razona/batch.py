@@ -74,9 +74,17 @@ class Batch:
         """Trained tokens."""
         return int(self.loss_mask.sum())
 
-    def with_old(self, policy: Any, *, temperature: float, budget: int) -> Batch:
-        """Adds the log-probs of the policy as it is now, which the probability ratio will be anchored to."""
-        return replace(self, old_logprobs=self._score(policy, temperature, budget))
+    def with_old(
+        self, policy: Any, *, temperature: float, budget: int, stale: Sequence[bool] | None = None
+    ) -> Batch:
+        """Adds the log-probs of the policy as it is now, which the probability ratio will be anchored to.
+        Rows that are ``stale``, sampled from an older policy, are anchored to what they were sampled with.
+        """
+        old = self._score(policy, temperature, budget)
+        if stale is not None:
+            rows = torch.tensor(stale, device=old.device)[:, None]
+            old = torch.where(rows, needed(self.sampler_logprobs), old)
+        return replace(self, old_logprobs=old)
 
     def with_reference(self, reference: Any, *, temperature: float, budget: int) -> Batch:
         """Adds the log-probs of a frozen reference."""

@@ -4,6 +4,7 @@ RazonaError
 ├── ConfigError       an option, or two that exclude each other      (also a ValueError)
 ├── DataError         a data set, a file, a row                      (also a ValueError)
 ├── ModelError        a model that cannot be found, loaded, trained  (also a ValueError)
+├── DifficultyError   prompts that teach nothing                     (also a ValueError)
 ├── RewardError       a reward function: signature, result, failure  (also a ValueError)
 └── CheckpointError   a checkpoint that does not fit or is not whole (also a ValueError)
 """
@@ -28,6 +29,10 @@ class DataError(RazonaError, ValueError):
 
 class ModelError(RazonaError, ValueError):
     """A model cannot be found, loaded, trained or saved."""
+
+
+class DifficultyError(RazonaError, ValueError):
+    """The prompts are all too easy or too hard for the model."""
 
 
 class RewardError(RazonaError, ValueError):

@@ -12,20 +12,26 @@ from razona.rewards import BoundReward
 
 
 def describe(
-    config: GRPOConfig, objective: Objective, policy: Policy, rewards: Sequence[BoundReward], num_prompts: int
+    config: GRPOConfig,
+    objective: Objective,
+    policy: Policy,
+    rewards: Sequence[BoundReward],
+    num_prompts: int,
+    trains_on: str | None = None,
 ) -> str:
     """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, tokens
-    per step.
+    per step. ``trains_on`` says in words which of the sampled groups are trained on, where not all are.
     """
     sampling, completions = config.sampling, config.prompts_per_step * config.sampling.group_size
     lines = {
         "optimises": " + ".join(f"{b.weight:g} x {b.name}" for b in rewards) + f", by {objective.name}",
         "advantage": objective.words["advantage"],
         "averages": objective.words["aggregation"],
-        "clip": _clip(config, objective),
+        "clip": _clip(config, objective, on_policy=trains_on is None),
         "KL": _kl(config, objective),
         **({"importance": objective.words["importance"]} if "importance" in objective.words else {}),
         **({"overlong": overlong} if (overlong := _overlong(config, objective)) else {}),
+        **({"trains on": trains_on} if trains_on else {}),
         "models": _models(config, objective, policy),
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
@@ -42,7 +48,7 @@ def _updates(config: GRPOConfig) -> str:
     return f"{count} update{'s' if count > 1 else ''} per rollout"
 
 
-def _clip(config: GRPOConfig, objective: Objective) -> str:
+def _clip(config: GRPOConfig, objective: Objective, *, on_policy: bool) -> str:
     if objective.clip is None:
         loss = objective.words["loss"]
         known = "not known" if loss.startswith("custom: ") else "none"
@@ -51,7 +57,7 @@ def _clip(config: GRPOConfig, objective: Objective) -> str:
     name = objective.words["ratio"]
     bounds = f"{name} at most {1 + high:g}" if low is None else f"{name} in [{1 - low:g}, {1 + high:g}]"
     bounds += objective.words.get("dual_clip", "")
-    if config.minibatches_per_rollout * config.epochs_per_rollout == 1:
+    if on_policy and config.minibatches_per_rollout * config.epochs_per_rollout == 1:
         return f"{bounds}, but it cannot act: one update per rollout, so the ratio is exactly 1"
     if objective.ratio_fn is mean_ratio and high >= 0.05:
         return f"{bounds}: so wide that it hardly ever acts; GSPO's paper has 0.0003 and 0.0004"

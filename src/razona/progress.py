@@ -12,7 +12,7 @@ from typing import Any
 from razona.checkpoint import load_checkpoint, newest_checkpoint, prune, save_checkpoint
 from razona.config import GRPOConfig, SFTConfig
 from razona.console import Console
-from razona.errors import CheckpointError
+from razona.errors import CheckpointError, DifficultyError
 from razona.log import RunFolder
 from razona.models import save
 from razona.policy import NotFinite, Policy
@@ -78,21 +78,24 @@ class Interrupt:
 
 
 @contextmanager
-def stopping_where_not_finite(log: RunFolder, progress: Progress, policy: Policy) -> Iterator[None]:
-    """A loss or gradient that is not finite ends the run: the error says the step and what is kept. The
-    weights, which are those before it, are written to ``model``.
+def keeping_the_weights(log: RunFolder, progress: Progress, policy: Policy) -> Iterator[None]:
+    """What ends a run from within, a loss or gradient that is not finite or prompts that teach nothing, says
+    the step and what is kept. The weights, which are those before it, are written to ``model``.
     """
     try:
         yield
-    except NotFinite as error:
+    except (NotFinite, DifficultyError) as error:
         model = save(policy.model, policy.tokenizer, log.path / "model")
         path, _ = newest_checkpoint(log.checkpoints)
         kept = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
-        raise NotFinite(
-            f"step {progress.step + 1}: {error}. The weights before it are in {model}; {kept}. A resumed run "
-            "would come to the same step again: start a new one from that model, with a lower "
+        again = (
+            " A resumed run would come to the same step again: start a new one from that model, with a lower "
             "optimizer.learning_rate, or --model.precision fp32. If it is the first step, look at the loss "
             "function and at the model's weights."
+        )
+        raise type(error)(
+            f"step {progress.step + 1}: {str(error).rstrip('.')}. The weights before it are in {model}; "
+            f"{kept}.{again if isinstance(error, NotFinite) else ''}"
         ) from error
 
 

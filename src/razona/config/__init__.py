@@ -9,7 +9,7 @@ from razona.config.common import (
     OptimizerConfig,
     RunConfig,
 )
-from razona.config.grpo import GRPOConfig, ImportanceConfig, ObjectiveConfig
+from razona.config.grpo import GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
 from razona.config.sft import SFTConfig
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "RefillConfig",
     "RunConfig",
     "SFTConfig",
 ]

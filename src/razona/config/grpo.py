@@ -24,6 +24,20 @@ class ImportanceConfig:
 
 
 @dataclass(frozen=True)
+class RefillConfig:
+    """Dynamic sampling (DAPO): groups all right or all wrong teach nothing, others take their place."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """on: a step samples until prompts_per_step groups are mixed; auto: as the objective's paper has it."""
+    reward: str = ""
+    """The reward that says what is right, by its display name; may be empty where there is one only."""
+    above: float = 0.0
+    """A completion is right when that reward is above this."""
+    max_rounds: int = 10
+    """Rounds of prompts_per_step prompts that a step may sample before the run gives up."""
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """Which objective, and where it departs from its paper."""
 
@@ -51,6 +65,7 @@ class ObjectiveConfig:
     """Tokens before max_completion_length over which the reward falls from 0 to -1, added to the others
     (DAPO's soft overlong punishment); 0: none."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    refill: RefillConfig = field(default_factory=RefillConfig)
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""
 

@@ -32,13 +32,13 @@ from razona.progress import (
     Interrupt,
     Progress,
     finish,
+    keeping_the_weights,
     open_run,
     restore,
     save_run,
-    stopping_where_not_finite,
 )
 from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
-from razona.rollout import collect
+from razona.rollout import Refill, collect
 from razona.setup import fitting_prompts, load_model, make_engine, make_policy, overlap_note
 from razona.types import Engine, Prompt
 
@@ -57,6 +57,7 @@ class Parts:
     engine: Engine
     source: PromptSource[Prompt]
     rewards: Sequence[BoundReward]
+    refill: Refill | None
     evaluator: Evaluator | None
     log: RunFolder
     progress: Progress
@@ -66,6 +67,8 @@ class Parts:
         state = {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
         if self.reference is not None and self.reference.refresh_every:
             state["reference"] = self.reference
+        if self.refill is not None:
+            state["refill"] = self.refill
         return state
 
 
@@ -79,14 +82,14 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
     phases, flat_note = Phases(), FlatNote(console)
 
     with (
-        stopping_where_not_finite(parts.log, progress, policy),
+        keeping_the_weights(parts.log, progress, policy),
         Interrupt(console) as interrupt,
         console.progress("GRPO", config.run.num_steps, progress.step) as advance,
     ):
         for step in range(progress.step, config.run.num_steps):
             # Sample and score.
             engine.load_weights(policy, version=step)
-            groups, rewards = collect(
+            groups, rewards, refilled = collect(
                 engine,
                 parts.source,
                 parts.rewards,
@@ -96,14 +99,16 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 step=step,
                 reward_timeout=config.reward_timeout,
                 phases=phases,
+                refill=parts.refill,
             )
             rollout = collate(groups, rewards, overlong_filter=objective.overlong_filter).to(policy.device)
 
             # Only the passes that are needed: with one update per rollout the old policy is the present one.
             measure_kl = objective.kl_coef != 0 or _due(step, config.measure_kl_every)
+            stale = [c.policy_version != step for group in groups for c in group.completions]
             with torch.no_grad(), phases("score"):
-                if several_updates:
-                    rollout = rollout.with_old(policy, temperature=temperature, budget=budget)
+                if several_updates or any(stale):
+                    rollout = rollout.with_old(policy, temperature=temperature, budget=budget, stale=stale)
                 if reference is not None and measure_kl:
                     rollout = rollout.with_reference(reference, temperature=temperature, budget=budget)
 
@@ -141,7 +146,10 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
             metrics = (
-                rollout_metrics(groups, rewards, parts.rewards) | meter.metrics() | {"lr": learning_rate}
+                rollout_metrics(groups, rewards, parts.rewards)
+                | refilled
+                | meter.metrics()
+                | {"lr": learning_rate}
             )
             records = rollout_records(
                 step + 1,
@@ -218,7 +226,9 @@ def run(
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
     objective = objective or objective_from(config)
-    console.print(describe(config, objective, policy, rewards, len(prompts)))
+    refill = make_refill(config, objective, rewards, prompts)
+    trains_on = None if refill is None else refill.words
+    console.print(describe(config, objective, policy, rewards, len(prompts), trains_on))
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
@@ -232,6 +242,7 @@ def run(
         engine=make_engine(policy, loaded, console),
         source=source,
         rewards=rewards,
+        refill=refill,
         evaluator=evaluator,
         log=log,
         progress=Progress(),
@@ -250,6 +261,15 @@ def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[Reward
         weights = (*(weights or (1.0,) * len(reward_fns)), 1.0)
         reward_fns = (*reward_fns, soft_overlong(limit, config.objective.soft_overlong))
     return bind(reward_fns, columns=rows.renamed(config.data.rename).columns, weights=weights or None)
+
+
+def make_refill(
+    config: GRPOConfig, objective: Objective, rewards: Sequence[BoundReward], prompts: Sequence[Prompt]
+) -> Refill | None:
+    """Dynamic sampling, where it is asked for or belongs to the objective."""
+    options = config.objective.refill
+    wanted = options.mode == "on" or (options.mode == "auto" and objective.name == "DAPO")
+    return Refill(options, rewards, prompts) if wanted else None
 
 
 def make_reference(

@@ -20,10 +20,10 @@ from razona.progress import (
     Interrupt,
     Progress,
     finish,
+    keeping_the_weights,
     open_run,
     restore,
     save_run,
-    stopping_where_not_finite,
 )
 from razona.setup import load_model, make_policy, max_context
 
@@ -48,7 +48,7 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     phases = Phases()
     with (
-        stopping_where_not_finite(parts.log, progress, policy),
+        keeping_the_weights(parts.log, progress, policy),
         Interrupt(console) as interrupt,
         console.progress("SFT", config.run.num_steps, progress.step) as advance,
     ):
