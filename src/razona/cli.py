@@ -111,6 +111,9 @@ def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
 
 def _require_inputs(command: str, config: Any) -> None:
     """Raise ConfigError for what the command cannot do without; Python callers may pass objects instead."""
+    from razona.tasks import with_task
+
+    config = with_task(config) if hasattr(config, "data") else config
     if command == "generate" and not config.prompts and not config.data.path:
         raise ConfigError('razona generate has no prompts. Give --prompt "TEXT" (repeatable) or --data FILE.')
     if command in ("grpo", "sft", "eval") and not config.data.path:

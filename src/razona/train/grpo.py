@@ -17,7 +17,7 @@ from razona.batch import collate, needed
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
-from razona.data import PromptSource, Rows, load_rows
+from razona.data import PromptSource, Rows
 from razona.evaluate import Evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
@@ -39,7 +39,8 @@ from razona.progress import (
 )
 from razona.rewards import BoundReward, RewardSpec, bind
 from razona.rollout import collect
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy, overlap_note
+from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy, overlap_note
+from razona.tasks import with_task
 from razona.types import Engine, Prompt
 
 
@@ -185,11 +186,12 @@ def run(
     for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
     written; ``go_on`` is what to say when the run was interrupted.
     """
+    config = with_task(config, own_rewards=bool(reward_fns))
     validate(config, eval_rows=eval_rows is not None)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
     reward_weights = config.objective.reward_weights or None
-    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    table = load_table(config.data.path if rows is None else rows, config.data, console)
     rewards = bind(reward_fns, columns=table.renamed(config.data.rename).columns, weights=reward_weights)
     loaded = load_model(config.model, console)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
@@ -198,7 +200,7 @@ def run(
         if notice:
             console.note(notice)
     held_out = eval_rows if eval_rows is not None else config.eval.data or None
-    held_out = None if held_out is None else load_rows(held_out, split=config.data.split)
+    held_out = None if held_out is None else load_table(held_out, config.data, console)
     evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console, prompts)
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
