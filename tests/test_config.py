@@ -20,6 +20,7 @@ from razona.config import (
     ObjectiveConfig,
     OptimizerConfig,
     RunConfig,
+    SelectConfig,
     SFTConfig,
 )
 from razona.config.check import validate
@@ -27,7 +28,7 @@ from razona.config.load import SHORT_FLAGS, load_config, merge
 from razona.errors import ConfigError
 from razona.types import Sampling
 
-COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, DemoConfig)
+COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, SelectConfig, DemoConfig)
 # Where "another value of the type" would be out of range.
 OTHER = {"top_p": 0.9, "min_p": 0.05, "best_metric": "eval/exact_answer", "betas": (0.8, 0.95)}
 

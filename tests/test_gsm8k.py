@@ -126,6 +126,7 @@ def test_a_row_without_a_gold() -> None:
     assert [row["answer"] for row in rows] == ["72", "-5"]
     assert rows.where(1).endswith("row 2 (the first is 0)")
     assert rows.renamed({"answer": "gold"}).number(1) == 2
+    assert with_gold(rows, "label=answer")[0].number(1) == 2
     assert said[1].startswith("1 of 3 rows dropped: no gold (no '####' with something after it or no number")
     with pytest.raises(
         DataError, match=r"none of the 3 rows .* has a gold; row 0 has '.*#### 72' in its 'answ"
@@ -238,6 +239,18 @@ def test_a_reward_reads_the_gold_and_the_numbers_of_the_rows_stay(model: Path, t
     assert seen.keys() == {"72", "1,234", "-5"} and "1 of 4 rows dropped: no gold" in said
     ids = {record["prompt"]: record["prompt_id"] for record in lines(tmp_path / "run/rollouts.jsonl")}
     assert ids == {row["question"]: i for i, row in enumerate(ROWS, start=1)}
+
+
+def test_held_out_rows_have_their_gold_too_and_rewards_of_ones_own_stand(model: Path, tmp_path: Path) -> None:
+    def mine(completions: list[Any], answer: list[str]) -> list[float]:
+        seen.update(answer)
+        return [float(i) for i in range(len(completions))]
+
+    seen: set[str] = set()
+    held_out = [{"question": "And?", "answer": "So #### 1,001"}]
+    config = grpo_config(model, tmp_path / "run", data__task="gsm8k", run__num_steps=1, prompts_per_step=3)
+    _, said = run_grpo(config, rows=ROWS, eval_rows=held_out, reward_fns=[mine])
+    assert seen == {"72", "1234", "-5", "1001"} and "optimises: 1 x mine" in said
 
 
 def test_eval_and_generate_on_gsm8k(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,24 @@ from razona.types import Sampling
 
 
 @dataclass(frozen=True)
+class DifficultyConfig:
+    """Train on prompts of middle difficulty only: where completions pass neither always nor never."""
+
+    min_pass_rate: float = 0.0
+    """Prompts whose completions pass less often are left out."""
+    max_pass_rate: float = 1.0
+    """Prompts whose completions pass more often are left out."""
+    filter_every: int = 0
+    """Steps between measurements of all prompts, the first before step 1; 0: only that one."""
+    filter_samples: int = 8
+    """Completions per prompt and measurement."""
+    pass_reward: str = ""
+    """Name of the reward function that says what passes; empty: the only one, or exact_answer."""
+    pass_above: float = 0.0
+    """A completion passes when that reward is above this."""
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """Which objective, and where it departs from its paper."""
 
@@ -26,6 +44,7 @@ class ObjectiveConfig:
     """Weight of the KL term to the starting policy (TRL: beta); 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     """k3_weighted multiplies k3 by the probability ratio: its gradient is that of the reverse KL."""
+    difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""
 

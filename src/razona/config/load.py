@@ -31,6 +31,9 @@ SHORT_FLAGS = {
     "--system": "--data.system",
     "--eval-data": "--eval.data",
     "--objective": "--objective.name",
+    "--min-pass-rate": "--objective.difficulty.min-pass-rate",
+    "--max-pass-rate": "--objective.difficulty.max-pass-rate",
+    "--filter-every": "--objective.difficulty.filter-every",
     "--group-size": "--sampling.group-size",
     "--max-completion-length": "--sampling.max-completion-length",
     "--temperature": "--sampling.temperature",
@@ -137,7 +140,7 @@ def _parse_flags(config: C, args: Sequence[str], prog: str | None) -> C:
     flags = {f"--{name.replace('_', '-')}": hint for name, hint in _fields(config)}
     shorts = {
         short: long
-        for short, long in {**SHORT_FLAGS, **SINGULAR}.items()
+        for short, long in {**SHORT_FLAGS, **SINGULAR, **getattr(config, "SHORT_FLAGS", {})}.items()
         if long in flags and short not in flags
     }
     spellings = ", ".join(f"{short} = {long}" for short, long in shorts.items())

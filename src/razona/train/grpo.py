@@ -18,6 +18,7 @@ from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
 from razona.data import PromptSource, Rows
+from razona.difficulty import make_source, refilter
 from razona.evaluate import Evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
@@ -79,6 +80,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
         for step in range(progress.step, config.run.num_steps):
             # Sample and score.
             engine.load_weights(policy, version=step)
+            filtered = refilter(parts.source, engine, step, phases)  # prompts too easy or too hard by now
             groups, rewards = collect(
                 engine,
                 parts.source,
@@ -129,7 +131,10 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
             metrics = (
-                rollout_metrics(groups, rewards, parts.rewards) | meter.metrics() | {"lr": learning_rate}
+                filtered
+                | rollout_metrics(groups, rewards, parts.rewards)
+                | meter.metrics()
+                | {"lr": learning_rate}
             )
             records = rollout_records(
                 step + 1,
@@ -195,7 +200,7 @@ def run(
     rewards = bind(reward_fns, columns=table.renamed(config.data.rename).columns, weights=reward_weights)
     loaded = load_model(config.model, console)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    source = make_source(config, prompts, rewards, console)
     for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
         if notice:
             console.note(notice)
