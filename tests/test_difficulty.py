@@ -153,7 +153,7 @@ def test_where_all_is_cut_off_it_is_said() -> None:
     )
     zero_kept = Tally.of([PassRate(0, 0, 4, 0)], Band(0.0, 0.5), samples=4)
     assert (zero_kept.kept, zero_kept.too_hard, zero_kept.impossible) == (1, 0, 0)
-    assert math.isnan(Tally.of([PassRate(0, 0, 0, 0)], Band(0.0, 0.5), samples=4).mean)
+    assert math.isnan(Tally.of([PassRate(0, 0, 0, 0)], Band(0.0, 0.5), samples=4).pass_rate)
 
 
 def test_few_are_left(model: Path, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_what_is_kept(model: Path, folder: Path) -> None:
         None,
         [0.0, 1.0],
     )
+    assert result["truncated"] == 1.0 and 0.3 < result["pass_rate"] < 0.7
     assert [rates[1]["passes"], rates[2]["passes"]] == [0, 8]
 
 

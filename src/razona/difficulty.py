@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from razona.config import GRPOConfig
@@ -104,8 +104,9 @@ class Tally:
     too_hard: int
     impossible: int
     unjudged: int
-    mean: float
-    cut: float
+    pass_rate: float
+    """The mean."""
+    truncated: float
     """Share of the completions that were cut off."""
 
     @classmethod
@@ -118,8 +119,8 @@ class Tally:
             too_hard=sum(rate < band.low for rate in judged),
             impossible=sum(rate == 0 < band.low for rate in judged),
             unjudged=len(rates) - len(judged),
-            mean=sum(judged) / len(judged) if judged else math.nan,
-            cut=sum(rate.cut for rate in rates) / (samples * len(rates)),
+            pass_rate=sum(judged) / len(judged) if judged else math.nan,
+            truncated=sum(rate.cut for rate in rates) / (samples * len(rates)),
         )
 
     def words(self, band: Band) -> str:
@@ -129,7 +130,7 @@ class Tally:
         return (
             f"{self.kept} of {total} prompts kept (pass rate in {band}), {self.too_easy} too easy, "
             f"{self.too_hard} too hard, of which {self.impossible} impossible (never passed){unjudged}; "
-            f"mean pass rate {self.mean:.3g}"
+            f"mean pass rate {self.pass_rate:.3g}"
         )
 
     def cure(self) -> str:
@@ -138,9 +139,9 @@ class Tally:
             return "The reward function abstains: look at the column it compares with."
         if self.too_easy > self.too_hard:
             return "They are too easy for this model: take harder prompts, or raise the highest pass rate."
-        if self.cut > 0.5:
+        if self.truncated > 0.5:
             return (
-                f"{self.cut:.0%} of the completions were cut off before they answered: raise "
+                f"{self.truncated:.0%} of the completions were cut off before they answered: raise "
                 "sampling.max_completion_length first."
             )
         return (
@@ -234,9 +235,7 @@ class MediumPrompts(PromptSource[Prompt]):
                 f"{tally.kept} prompts are left and a step takes {config.prompts_per_step}: every step sees "
                 "some of them more than once."
             )
-        counts = ("kept", "too_easy", "too_hard", "impossible", "unjudged")
-        figures = {f"difficulty/{name}": float(getattr(tally, name)) for name in counts}
-        return {**figures, "difficulty/pass_rate": tally.mean}
+        return {f"difficulty/{name}": float(value) for name, value in asdict(tally).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "left_out": sorted(self.left_out)}
