@@ -230,3 +230,17 @@ def test_a_fake_engine_is_measured_as_it_is(tmp_path: Path) -> None:
     assert 0.4 < sum(rate.rate for rate in rates) / 40 < 0.6 and {rate.count for rate in rates} == {16}
     assert rates[7:8] == measure(engine, prompts[7:8], reward, **given)
     assert {rate.cut for rate in rates} == {16}
+
+
+def test_every_measurement_draws_anew(model: Path, tmp_path: Path) -> None:
+    """Where the weights stay as they are, too: two measurements know more than one."""
+    seen: list[tuple[int, ...]] = []
+
+    def look(*, completion_ids: list[list[int]]) -> list[float]:
+        seen.extend(map(tuple, completion_ids))
+        return [float(i % 2) for i in range(len(completion_ids))]
+
+    config = options(model, tmp_path / "run", every=1, samples=4, optimizer__learning_rate=0.0)
+    run_grpo(config, reward_fns=[look])
+    per_step = 8 * 4 + 3 * 4
+    assert len(seen) == 2 * per_step and not set(seen[: 8 * 4]) & set(seen[per_step : per_step + 8 * 4])
