@@ -151,6 +151,8 @@ def test_where_all_is_cut_off_it_is_said() -> None:
     assert tally.cure().startswith(
         "75% of the completions were cut off before they answered: raise sampling.max"
     )
+    mixed = Tally.of([PassRate(i, passes=i, count=8, cut=0) for i in range(9)], Band(0.25, 0.75), samples=8)
+    assert (mixed.too_hard, mixed.impossible, mixed.kept, mixed.too_easy) == (2, 1, 5, 2)
     zero_kept = Tally.of([PassRate(0, 0, 4, 0)], Band(0.0, 0.5), samples=4)
     assert (zero_kept.kept, zero_kept.too_hard, zero_kept.impossible) == (1, 0, 0)
     assert math.isnan(Tally.of([PassRate(0, 0, 0, 0)], Band(0.0, 0.5), samples=4).pass_rate)
