@@ -21,6 +21,7 @@ from razona.config import (
     ObjectiveConfig,
     OptimizerConfig,
     RunConfig,
+    SelectConfig,
     SFTConfig,
 )
 from razona.config.check import validate
@@ -28,7 +29,7 @@ from razona.config.load import SHORT_FLAGS, load_config, merge
 from razona.errors import ConfigError
 from razona.types import Sampling
 
-COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, DemoConfig)
+COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, SelectConfig, DemoConfig)
 # Where "another value of the type" would be out of range.
 OTHER = {
     "top_p": 0.9,

@@ -9,13 +9,14 @@ import torch
 
 from razona.config import DataConfig, ModelConfig, OptimizerConfig
 from razona.console import Console
-from razona.data import Rows, build_prompts
+from razona.data import Rows, build_prompts, load_rows, with_gold
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
-from razona.errors import ConfigError
+from razona.errors import ConfigError, DataError
 from razona.models import LoadedModel, load
 from razona.models.scorer import FlatScorer
 from razona.policy import Policy
+from razona.tasks import gsm8k
 from razona.types import Engine, Prompt, Sampling
 
 
@@ -72,6 +73,36 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device is '{name}', but torch sees no CUDA device here. Use auto or cpu.")
     return device
+
+
+def load_table(given: Any, data: DataConfig, console: Console) -> Rows:
+    """``given`` (see `load_rows`) with the gold answers where ``data.gold`` says; what was dropped is
+    printed.
+    """
+    try:
+        rows = load_rows(given, split=data.split)
+    except DataError as error:
+        if given != gsm8k.HUB_ID:
+            raise
+        raise DataError(
+            "--task gsm8k was given no --data, so the hub was asked, and it did not answer. Give the file: "
+            f"--data train.jsonl, rows with a question and an answer that ends in #### 72. {error}"
+        ) from error
+    if data.gold:
+        rows, notices = with_gold(rows, data.gold, no_gold=data.no_gold)
+        for notice in notices:
+            console.note(notice)
+    return rows
+
+
+def refuse_gold(data: DataConfig) -> None:
+    """ConfigError where a command that scores nothing is given a gold answer."""
+    for option, value, unset in (("task", data.task, "none"), ("gold", data.gold, "")):
+        if value != unset:
+            raise ConfigError(
+                f"data.{option} = {value!r} belongs to commands that sample and score; SFT imitates the "
+                f"column data.completion_column = {data.completion_column!r}. Leave it out."
+            )
 
 
 def fitting_prompts(

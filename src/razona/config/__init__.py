@@ -1,6 +1,6 @@
 """Frozen dataclasses, one file per loop."""
 
-from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig
+from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig, SelectConfig
 from razona.config.common import (
     BUNDLED_MODEL,
     DataConfig,
@@ -9,13 +9,14 @@ from razona.config.common import (
     OptimizerConfig,
     RunConfig,
 )
-from razona.config.grpo import GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
+from razona.config.grpo import DifficultyConfig, GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
 from razona.config.sft import SFTConfig
 
 __all__ = [
     "BUNDLED_MODEL",
     "DataConfig",
     "DemoConfig",
+    "DifficultyConfig",
     "EvalConfig",
     "EvaluateConfig",
     "GRPOConfig",
@@ -27,4 +28,5 @@ __all__ = [
     "RefillConfig",
     "RunConfig",
     "SFTConfig",
+    "SelectConfig",
 ]

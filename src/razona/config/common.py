@@ -38,6 +38,8 @@ class DataConfig:
 
     path: str = ""
     """A .jsonl, .json, .csv or .parquet file, or a hub id."""
+    task: Literal["none", "gsm8k"] = "none"
+    """A task fills in what is left out: path, prompt_column, gold, system, and the rewards."""
     split: str = "train"
     """Split of a hub data set."""
     prompt_column: str = "prompt"
@@ -46,6 +48,11 @@ class DataConfig:
     """Column that holds the answer to imitate (SFT only)."""
     rename: dict[str, str] = field(default_factory=dict)
     """Columns to rename before use, old=new, so that they fit a reward function's parameters."""
+    gold: str = ""
+    """Where the gold answer is: answer:after('####') makes it the column answer, before any renaming; put
+    NAME= in front for another column, :number behind for 1,234 as 1234."""
+    no_gold: Literal["drop", "error"] = "error"
+    """What happens to a row without a gold answer; drops are counted and printed."""
     system: str | None = None
     """System prompt put before every prompt; it makes string prompts conversational."""
     max_prompt_length: int | None = None

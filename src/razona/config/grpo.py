@@ -38,6 +38,24 @@ class RefillConfig:
 
 
 @dataclass(frozen=True)
+class DifficultyConfig:
+    """Train on prompts of middle difficulty only: where completions pass neither always nor never."""
+
+    min_pass_rate: float = 0.0
+    """Prompts whose completions pass less often are left out."""
+    max_pass_rate: float = 1.0
+    """Prompts whose completions pass more often are left out."""
+    filter_every: int = 0
+    """Steps between measurements of all prompts, the first before step 1; 0: only that one."""
+    filter_samples: int = 8
+    """Completions per prompt and measurement."""
+    pass_reward: str = ""
+    """Name of the reward function that says what passes; empty: the only one, or exact_answer."""
+    pass_above: float = 0.0
+    """A completion passes when that reward is above this."""
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """Which objective, and where it departs from its paper."""
 
@@ -66,6 +84,7 @@ class ObjectiveConfig:
     (DAPO's soft overlong punishment); 0: none."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     refill: RefillConfig = field(default_factory=RefillConfig)
+    difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""
 

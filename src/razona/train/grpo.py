@@ -17,7 +17,8 @@ from razona.batch import collate, needed
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
-from razona.data import PromptSource, Rows, load_rows
+from razona.data import PromptSource, Rows
+from razona.difficulty import make_source, refilter
 from razona.evaluate import Evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
@@ -39,7 +40,8 @@ from razona.progress import (
 )
 from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
 from razona.rollout import Refill, collect
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy, overlap_note
+from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy, overlap_note
+from razona.tasks import with_task
 from razona.types import Engine, Prompt
 
 NOTHING_TRAINED = (
@@ -89,6 +91,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
         for step in range(progress.step, config.run.num_steps):
             # Sample and score.
             engine.load_weights(policy, version=step)
+            filtered = refilter(parts.source, engine, step, phases)  # prompts too easy or too hard by now
             groups, rewards, refilled = collect(
                 engine,
                 parts.source,
@@ -146,7 +149,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
             metrics = (
-                rollout_metrics(groups, rewards, parts.rewards)
+                filtered
+                | rollout_metrics(groups, rewards, parts.rewards)
                 | refilled
                 | meter.metrics()
                 | {"lr": learning_rate}
@@ -209,19 +213,18 @@ def run(
     for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
     written; ``go_on`` is what to say when the run was interrupted.
     """
+    config = with_task(config, own_rewards=bool(reward_fns))
     validate(config, eval_rows=eval_rows is not None)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
-    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    table = load_table(config.data.path if rows is None else rows, config.data, console)
     rewards = training_rewards(config, table, reward_fns)
     loaded = load_model(config.model, console)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-    for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
-        if notice:
-            console.note(notice)
+    source = make_source(config, prompts, rewards, console)
+    say(console, source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices))
     held_out = eval_rows if eval_rows is not None else config.eval.data or None
-    held_out = None if held_out is None else load_rows(held_out, split=config.data.split)
+    held_out = None if held_out is None else load_table(held_out, config.data, console)
     evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console, prompts)
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
@@ -251,6 +254,12 @@ def run(
     result = train(config, objective, parts, console)
     save(policy.model, policy.tokenizer, log.path / "model")
     return finish(log, parts.progress, result, console, go_on=go_on)
+
+
+def say(console: Console, *notices: str | None) -> None:
+    """Prints those that are there."""
+    for notice in filter(None, notices):
+        console.note(notice)
 
 
 def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:

@@ -25,7 +25,7 @@ from razona.progress import (
     restore,
     save_run,
 )
-from razona.setup import load_model, make_policy, max_context
+from razona.setup import load_model, make_policy, max_context, refuse_gold
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ def run(
     before anything is written.
     """
     validate(config)
+    refuse_gold(config.data)
     console = console or Console()
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     loaded = load_model(config.model, console)
