@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DataConfig as DataConfig,
         EvalConfig as EvalConfig,
         GRPOConfig as GRPOConfig,
+        LoRAConfig as LoRAConfig,
         ModelConfig as ModelConfig,
         ObjectiveConfig as ObjectiveConfig,
         OptimizerConfig as OptimizerConfig,
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "razona.config": (
-        "DataConfig EvalConfig GRPOConfig ModelConfig ObjectiveConfig OptimizerConfig RunConfig SFTConfig"
+        "DataConfig EvalConfig GRPOConfig LoRAConfig ModelConfig ObjectiveConfig OptimizerConfig RunConfig "
+        "SFTConfig"
     ),
     "razona.errors": "CheckpointError ConfigError DataError ModelError RazonaError RewardError",
     "razona.types": "Completion Group Prompt Sampling",

@@ -23,7 +23,7 @@ from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, completion_means, rollout_metrics
-from razona.models import LoadedModel, save
+from razona.models import LoadedModel
 from razona.objective import Objective, dr_grpo, grpo, silent_where_flat
 from razona.policy import Policy, Reference, finite
 from razona.progress import (
@@ -177,13 +177,15 @@ def run(
     reward_fns: Sequence[RewardSpec] = (),
     eval_reward_fns: Sequence[RewardSpec] = (),
     objective: Objective | None = None,
+    model: LoadedModel | None = None,
     go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
-    for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
-    written; ``go_on`` is what to say when the run was interrupted.
+    for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.hand_in`)
+    for ``config.model.name``. ``dry_run`` stops before anything is written; ``go_on`` is what to say when the
+    run was interrupted.
     """
     validate(config, eval_rows=eval_rows is not None)
     console = console or Console()
@@ -191,7 +193,7 @@ def run(
     reward_weights = config.objective.reward_weights or None
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     rewards = bind(reward_fns, columns=table.renamed(config.data.rename).columns, weights=reward_weights)
-    loaded = load_model(config.model, console)
+    loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
@@ -223,7 +225,7 @@ def run(
     )
     restore(parts.log, parts.state, console)
     result = train(config, objective, parts, console)
-    save(policy.model, policy.tokenizer, log.path / "model")
+    policy.save(log.path / "model")
     return finish(log, parts.progress, result, console, go_on=go_on)
 
 
