@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from razona.config import DataConfig, LoRAConfig, ModelConfig, OptimizerConfig
+from razona.config.check import check_adapter
 from razona.console import Console
 from razona.data import Rows, build_prompts
 from razona.engines.hf import HFEngine
@@ -35,6 +36,7 @@ def load_model(
     """The model on the device asked for, with the adapter that ``lora`` asks for; prints what there is to say
     about it. In fp32, or in bf16 where nothing is lost by it. ``given`` stands in for ``config.name``.
     """
+    check_adapter(lora)
     if given is None:
         device = choose_device(config.device)
         dtype = _dtype(config, lora)

@@ -87,7 +87,12 @@ def validate(config: Any, *, eval_rows: bool | None = None) -> None:
             f"prompts ({len(config.prompts)}) and data.path = {config.data.path!r} are both given, and one "
             "would be left out. Give --prompt or --data."
         )
-    _check_lora(getattr(config, "lora", LoRAConfig()))
+    lora = getattr(config, "lora", None)
+    if lora and lora.r and lora.adapter:
+        raise ConfigError(
+            f"lora.r = {lora.r} and lora.adapter = {lora.adapter!r}: a fresh adapter, and one that has its "
+            "own rank. Give one of them."
+        )
     evaluation, run, optimizer = (getattr(config, name, None) for name in ("eval", "run", "optimizer"))
     if evaluation and evaluation.temperature == 0 and evaluation.samples > 1:
         raise ConfigError(
@@ -174,13 +179,8 @@ def _check_no_evaluation(config: EvalConfig) -> None:
         )
 
 
-def _check_lora(config: LoRAConfig) -> None:
-    """Options of a fresh adapter without one would be ignored, and one model has one adapter."""
-    if config.r and config.adapter:
-        raise ConfigError(
-            f"lora.r = {config.r} and lora.adapter = {config.adapter!r}: a fresh adapter, and one that has "
-            "its own rank. Give one of them."
-        )
+def check_adapter(config: LoRAConfig) -> None:
+    """ConfigError for options of a fresh adapter where none is made: they would be ignored."""
     given = {name: getattr(config, name) for name in ("alpha", "rslora", "target_modules")}
     ignored = [f"lora.{name} = {v!r}" for name, v in given.items() if v != getattr(LoRAConfig, name)]
     if ignored and not config.r:
