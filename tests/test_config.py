@@ -231,7 +231,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
         "num_steps = 4", tmp_path
     )
     assert "It belongs in [optimizer]" in refused("[run]\nlearning_rate = 4", tmp_path)
-    assert "Known are: model, data, rewards" in refused("[zzz]\nx = 1", tmp_path)
+    assert "Known are: model, lora, data, rewards" in refused("[zzz]\nx = 1", tmp_path)
 
 
 @pytest.mark.parametrize(

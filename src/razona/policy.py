@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from razona.batch import Batch
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
+from razona.models.lora import Adapter, unwrap
+from razona.models.save import save
 from razona.models.scorer import Scorer, wrap
 
 
@@ -28,7 +30,7 @@ def finite(what: str, value: float) -> float:
 
 
 class Policy:
-    """The model that is trained.
+    """The model that is trained: ``model``, or the LoRA adapter of a `peft.PeftModel`.
 
     ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients
     accumulate in fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that
@@ -46,6 +48,7 @@ class Policy:
         total_updates: int = 1,
         gradient_checkpointing: bool = False,
     ) -> None:
+        model, self.adapter = unwrap(model)
         self.model = model.train()  # dropout is 0 everywhere; checkpointing needs train mode
         self.tokenizer = tokenizer
         self.config = optimizer
@@ -54,9 +57,8 @@ class Policy:
         self.updates = 0
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
-            raise ModelError(
-                "the model has no trainable parameter: every requires_grad is False. Unfreeze some of them."
-            )
+            raise ModelError(_nothing_to_train(self.adapter))
+        self.starts_at_its_base = self.adapter is not None and self.adapter.is_fresh
         self.names = list(named)
         self.compute: list[nn.Parameter] = list(named.values())
         self.scorer: Scorer = wrap(model)
@@ -124,8 +126,16 @@ class Policy:
         )
 
     def reference(self, folder: Path, *, refresh_every: int = 0) -> Reference:
-        """A frozen scorer of the policy as it is now, its weights on disk in ``folder``."""
+        """A frozen scorer of the policy as it is now: its base, where the adapter is still fresh, else its
+        weights on disk in ``folder``."""
         return Reference(self, folder, refresh_every=refresh_every)
+
+    def save(self, folder: Path) -> Path:
+        """What was trained, with its tokenizer: a model's folder as it computes, or an adapter's with the
+        fp32 masters."""
+        if self.adapter is None:
+            return save(self.model, self.tokenizer, folder)
+        return self.adapter.save(self.tokenizer, folder, dict(zip(self.names, self.masters, strict=True)))
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -161,7 +171,8 @@ class Policy:
 
 class Reference:
     """A frozen policy. Its weights stay on disk (memory-mapped) and stand in for the policy's only while it
-    scores: no second model in memory.
+    scores; for a policy that began with a fresh adapter, the adapter is off meanwhile. No second model in
+    memory.
 
     Its file is the starting policy's, and a resumed run takes it as it stands. With ``refresh_every`` the
     file changes during the run, so it begins anew and its content is part of the checkpoints.
@@ -171,7 +182,8 @@ class Reference:
         self.policy = policy
         self.refresh_every = refresh_every
         self.path = folder / "reference.safetensors"
-        if refresh_every or not self.path.exists():
+        self.is_base = policy.starts_at_its_base and not refresh_every
+        if refresh_every or not (self.is_base or self.path.exists()):
             self.refresh()
 
     def refresh(self) -> None:
@@ -197,12 +209,25 @@ class Reference:
     def logprobs(self, batch: Batch, *, temperature: float) -> Tensor:
         """As `Policy.logprobs`, under the frozen weights."""
         scorer = self.policy.scorer
+        if self.is_base:
+            assert self.policy.adapter is not None
+            with self.policy.adapter.off():
+                return self.policy.logprobs(batch, temperature=temperature)
         frozen = load_file(self.path, device=str(self.policy.device))
         parameters = {f"model.{name}": weight for name, weight in frozen.items()}
         result: Tensor = torch.func.functional_call(
             scorer, parameters, (batch,), {"temperature": temperature}
         )
         return result
+
+
+def _nothing_to_train(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return "the model has no trainable parameter: every requires_grad is False. Unfreeze some of them."
+    return (
+        f"the model's adapter '{adapter.name}' is frozen, and so is all the rest: PeftModel.from_pretrained "
+        "loads an adapter for inference. Load it with is_trainable=True."
+    )
 
 
 def _to_bf16(model: nn.Module) -> None:

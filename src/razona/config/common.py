@@ -21,7 +21,7 @@ class ModelConfig:
     """Which model, and in which numbers it computes."""
 
     name: str = BUNDLED_MODEL
-    """A hub id, a folder, a .gguf file, or the bundled default."""
+    """A hub id, a folder (of a model, or of a LoRA adapter), a .gguf file, or the bundled default."""
     precision: Literal["bf16", "fp32", "pure_bf16"] = "bf16"
     """bf16: bf16 compute with fp32 masters. fp32: everything. pure_bf16: small updates are rounded away."""
     device: str = "auto"
@@ -30,6 +30,24 @@ class ModelConfig:
     """Run Python code that a hub repository brings."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """A low-rank adapter that is trained instead of the model's own weights."""
+
+    r: int = 0
+    """Rank of a fresh adapter; 0: none, every weight is trained. A good learning rate is about 10 times that
+    of full training."""
+    alpha: int = 32
+    """The adapter's product is scaled by alpha / r."""
+    rslora: bool = False
+    """Scaled by alpha / sqrt(r) instead."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one; empty: all of the decoder but the head."""
+    adapter: str = ""
+    """An adapter folder to go on with, on model.name as its base; the reference is then the adapter as it is
+    there. A model.name that is such a folder says the same, with the base it was trained on."""
 
 
 @dataclass(frozen=True)

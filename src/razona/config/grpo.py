@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from razona.config.common import DataConfig, EvalConfig, ModelConfig, OptimizerConfig, RunConfig
+from razona.config.common import DataConfig, EvalConfig, LoRAConfig, ModelConfig, OptimizerConfig, RunConfig
 from razona.types import Sampling
 
 
@@ -94,6 +94,7 @@ class GRPOConfig:
     """Everything a GRPO run is decided by."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rewards: tuple[str, ...] = ()
     """format, exact_answer, length, or path/to/file.py:function, or package.module:function."""

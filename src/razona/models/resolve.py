@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Source:
-    """A folder with config.json and safetensors, or a .gguf file; ``notes`` are lines to print."""
+    """A folder with config.json and safetensors, a LoRA adapter's folder, or a .gguf file; ``notes`` are
+    lines to print.
+    """
 
     path: Path
     notes: tuple[str, ...] = ()
@@ -37,6 +39,10 @@ class Source:
     @property
     def is_gguf(self) -> bool:
         return self.path.suffix == ".gguf"
+
+    @property
+    def is_adapter(self) -> bool:
+        return _is_adapter({file.name for file in self.path.iterdir()}) if self.path.is_dir() else False
 
 
 def resolve(name: str, *, trust_remote_code: bool = False) -> Source:
@@ -147,16 +153,16 @@ def _bundled(reason: str) -> Source:
 
 
 def _check_folder(folder: Path) -> Path:
-    """``folder`` itself, or the .gguf file that is all it holds; ModelError when it cannot be loaded."""
+    """``folder`` itself (a model's or an adapter's), or the .gguf file that is all it holds; ModelError when
+    it cannot be loaded.
+    """
     files = sorted(file.name for file in folder.iterdir())
+    if _is_adapter(files):
+        return folder
     if "config.json" not in files:
         ggufs = [file for file in files if file.endswith(".gguf")]
         if len(ggufs) == 1:
             return folder / ggufs[0]
-        if "adapter_config.json" in files:
-            raise ModelError(
-                f"{folder} holds a LoRA adapter, not a model. Merge it into its base model first."
-            )
         what = (
             f"several .gguf files ({', '.join(ggufs)}): name one" if ggufs else "no config.json: not a model"
         )
@@ -176,6 +182,11 @@ def _check_folder(folder: Path) -> Path:
         if missing:
             raise ModelError(f"The folder {folder} lacks {', '.join(missing)}. Download or copy it again.")
     return folder
+
+
+def _is_adapter(files: Collection[str]) -> bool:
+    """Whether a folder with these files is a peft adapter: some have their model's config.json too."""
+    return "adapter_config.json" in files and not any(file.startswith("model") for file in files)
 
 
 def _no_safetensors(name: str, files: list[str]) -> str:

@@ -19,6 +19,7 @@ from razona.batch import Batch
 from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
 from razona.models.lean import LLAMA_SHAPED, TokenLayout, decode_step, lighten
+from razona.models.lora import lighten_adapters
 
 
 class DecodingLayout(Layout, TokenLayout, Protocol):
@@ -37,6 +38,7 @@ class FlatScorer(nn.Module):
         ours = type(model).__module__.startswith("transformers.models.")
         self.lean = ours and model.config.model_type in LLAMA_SHAPED
         lighten(model)
+        lighten_adapters(model)
 
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is

@@ -24,7 +24,7 @@ from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, completion_means, rollout_metrics
-from razona.models import LoadedModel, save
+from razona.models import LoadedModel
 from razona.objective import OBJECTIVES, Objective, silent_where_flat, with_importance
 from razona.policy import Policy, Reference, finite
 from razona.progress import (
@@ -205,13 +205,15 @@ def run(
     reward_fns: Sequence[RewardSpec] = (),
     eval_reward_fns: Sequence[RewardSpec] = (),
     objective: Objective | None = None,
+    model: LoadedModel | None = None,
     go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
-    for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
-    written; ``go_on`` is what to say when the run was interrupted.
+    for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.hand_in`)
+    for ``config.model.name``. ``dry_run`` stops before anything is written; ``go_on`` is what to say when the
+    run was interrupted.
     """
     config = with_task(config, own_rewards=bool(reward_fns))
     validate(config, eval_rows=eval_rows is not None)
@@ -219,7 +221,7 @@ def run(
     reward_fns = tuple(reward_fns) or config.rewards
     table = load_table(config.data.path if rows is None else rows, config.data, console)
     rewards = training_rewards(config, table, reward_fns)
-    loaded = load_model(config.model, console)
+    loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
     source = make_source(config, prompts, rewards, console)
     say(console, source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices))
@@ -236,9 +238,8 @@ def run(
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
 
-    fingerprint = "+".join(data.fingerprint for data in (table, held_out) if data is not None)
-    given = facts(objective, rewards, evaluator)
-    log = open_run(config, console, model=loaded.name, data_fingerprint=fingerprint, **given)
+    given = facts(loaded, (table, held_out), objective, rewards, evaluator)
+    log = open_run(config, console, **given)
     parts = Parts(
         policy=policy,
         reference=make_reference(config, objective, policy, log),
@@ -252,7 +253,7 @@ def run(
     )
     restore(parts.log, parts.state, console)
     result = train(config, objective, parts, console)
-    save(policy.model, policy.tokenizer, log.path / "model")
+    policy.save(log.path / "model")
     return finish(log, parts.progress, result, console, go_on=go_on)
 
 
@@ -328,11 +329,17 @@ def make_evaluator(
 
 
 def facts(
-    objective: Objective, rewards: Sequence[BoundReward], evaluator: Evaluator | None
+    loaded: LoadedModel,
+    tables: Sequence[Rows | None],
+    objective: Objective,
+    rewards: Sequence[BoundReward],
+    evaluator: Evaluator | None,
 ) -> dict[str, Any]:
     """What may have been given from Python, as far as it can be written down and compared on resume."""
     judges = evaluator.rewards if evaluator else ()
     return {
+        "model": loaded.name,
+        "data_fingerprint": "+".join(rows.fingerprint for rows in tables if rows is not None),
         "objective": objective.facts,
         "rewards": {b.name: b.weight for b in rewards},
         "eval_rewards": {b.name: b.weight for b in judges},

@@ -14,7 +14,7 @@ from razona.data import Demonstration, PromptSource, build_demonstrations, load_
 from razona.log import Phases, RunFolder
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
-from razona.models import save
+from razona.models import LoadedModel
 from razona.policy import Policy, finite
 from razona.progress import (
     Interrupt,
@@ -90,18 +90,23 @@ def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dic
 
 
 def run(
-    config: SFTConfig, *, console: Console | None = None, dry_run: bool = False, rows: Any = None
+    config: SFTConfig,
+    *,
+    console: Console | None = None,
+    dry_run: bool = False,
+    rows: Any = None,
+    model: LoadedModel | None = None,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona sft`, and the one call from Python.
 
-    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`). ``dry_run`` stops
-    before anything is written.
+    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`), ``model`` (see
+    `razona.models.hand_in`) for ``config.model.name``. ``dry_run`` stops before anything is written.
     """
     validate(config)
     refuse_gold(config.data)
     console = console or Console()
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
-    loaded = load_model(config.model, console)
+    loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
     context = max_context(loaded.model)
     found = build_demonstrations(
         table,
@@ -117,6 +122,8 @@ def run(
         console.note(warning)
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
     trained = sum(sum(d.loss_mask) for d in found.demonstrations)
+    if policy.adapter is not None:
+        console.print(str(policy.adapter))
     console.print(
         f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens (the answers and "
         f"their stop tokens); {config.rows_per_step} rows per step, mean over the trained tokens of a step"
@@ -129,5 +136,5 @@ def run(
     parts = Parts(policy, source, log, Progress())
     restore(log, parts.state, console)
     result = train(config, parts, console)
-    save(policy.model, policy.tokenizer, log.path / "model")
+    policy.save(log.path / "model")
     return finish(log, parts.progress, result, console)
