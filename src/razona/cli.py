@@ -127,8 +127,6 @@ def _require_inputs(command: str, config: Any) -> None:
             f"razona {command} has no reward function: rewards is empty. Give --reward NAME (repeatable): "
             "format, exact_answer, length, or path/to/file.py:function."
         )
-    if command == "select" and not config.output:
-        raise ConfigError("razona select has nowhere to write: output is empty. Give --out FILE.jsonl.")
     validate(config, eval_rows=False)
 
 
