@@ -19,13 +19,19 @@ from razona.policy import Policy
 from razona.types import Engine, Prompt, Sampling
 
 
-def load_model(config: ModelConfig, console: Console) -> LoadedModel:
+def load_model(config: ModelConfig, console: Console, *, given: LoadedModel | None = None) -> LoadedModel:
     """The model in fp32 (or bf16 for pure_bf16) on the device asked for; prints what there is to say about
-    it.
+    it. ``given`` stands in for ``config.name``.
     """
-    device = choose_device(config.device)
-    dtype = torch.bfloat16 if config.precision == "pure_bf16" else torch.float32
-    loaded = load(config.name, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    if given is None:
+        device = choose_device(config.device)
+        dtype = torch.bfloat16 if config.precision == "pure_bf16" else torch.float32
+        loaded = load(config.name, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    else:
+        loaded = given
+        if config.precision == "fp32":
+            for parameter in loaded.model.parameters():
+                parameter.data = parameter.data.float()
     for note in loaded.notes:
         console.note(note)
     if config.precision == "pure_bf16":

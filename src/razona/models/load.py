@@ -57,6 +57,19 @@ def load(
         raise
     except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
         raise ModelError(f"'{name}' ({source.path}) cannot be loaded: {error}") from error
+    return _ready(model.to(device), tokenizer, name, notes)
+
+
+def hand_in(model: Any, tokenizer: Any, name: str = "handed in") -> LoadedModel:
+    """A transformers model that is there already, with all dropout off. ModelError for what is no decoder or
+    has quantized weights.
+    """
+    _check_config(name, model.config)
+    return _ready(model, tokenizer, name, _no_dropout(model.config))
+
+
+def _ready(model: Any, tokenizer: Any, name: str, notes: list[str]) -> LoadedModel:
+    """Dropout off, a pad token, the stop tokens known."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -65,7 +78,7 @@ def load(
     stops = stop_token_ids(model, tokenizer)
     if not stops:
         notes.append(f"{name}: no token ends a completion; every one will have max_completion_length tokens.")
-    return LoadedModel(model.to(device).eval(), tokenizer, name, tuple(notes), stops)
+    return LoadedModel(model.eval(), tokenizer, name, tuple(notes), stops)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

@@ -30,8 +30,10 @@ from razona.progress import (
     GO_ON,
     FlatNote,
     Interrupt,
+    OnStep,
     Progress,
     finish,
+    keep_going,
     open_run,
     restore,
     save_run,
@@ -60,6 +62,7 @@ class Parts:
     evaluator: Evaluator | None
     log: RunFolder
     progress: Progress
+    on_step: OnStep = keep_going
 
     @property
     def state(self) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
-            stopping = last or interrupt.wanted  # asked once: what stops here is saved here
+            stopping = parts.on_step(step + 1, metrics, records) or last or interrupt.wanted  # and so saved
             seconds = phases.pop()
             parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
             if stopping or progress.is_best or _due(step + 1, config.run.save_every):
@@ -193,20 +196,23 @@ def run(
     reward_fns: Sequence[RewardSpec] = (),
     eval_reward_fns: Sequence[RewardSpec] = (),
     objective: Objective | None = None,
+    model: LoadedModel | None = None,
+    on_step: OnStep = keep_going,
     go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
-    for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
-    written; ``go_on`` is what to say when the run was interrupted.
+    for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.hand_in`)
+    for ``config.model.name``. ``dry_run`` stops before anything is written; ``on_step`` listens, and may stop
+    the run; ``go_on`` is what to say when the run was interrupted.
     """
     validate(config, eval_rows=eval_rows is not None)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     rewards = training_rewards(config, table, reward_fns)
-    loaded = load_model(config.model, console)
+    loaded = load_model(config.model, console, given=model)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
@@ -226,19 +232,14 @@ def run(
     fingerprint = "+".join(data.fingerprint for data in (table, held_out) if data is not None)
     given = facts(objective, rewards, evaluator)
     log = open_run(config, console, model=loaded.name, data_fingerprint=fingerprint, **given)
-    parts = Parts(
-        policy=policy,
-        reference=make_reference(config, objective, policy, log),
-        engine=make_engine(policy, loaded, console),
-        source=source,
-        rewards=rewards,
-        evaluator=evaluator,
-        log=log,
-        progress=Progress(),
-    )
+    reference, engine = make_reference(config, objective, policy, log), make_engine(policy, loaded, console)
+    parts = Parts(policy, reference, engine, source, rewards, evaluator, log, Progress(), on_step)
     restore(parts.log, parts.state, console)
-    result = train(config, objective, parts, console)
-    save(policy.model, policy.tokenizer, log.path / "model")
+    try:
+        result = train(config, objective, parts, console)
+        save(policy.model, policy.tokenizer, log.path / "model")
+    finally:
+        policy.release()
     return finish(log, parts.progress, result, console, go_on=go_on)
 
 
