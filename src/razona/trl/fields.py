@@ -55,7 +55,7 @@ COMMON: dict[str, Field] = {
     "per_device_train_batch_size": other(8, "prompts_per_step, counted in completions; SFT: rows_per_step"),
     "num_train_epochs": other(3.0, "run.num_steps, from the number of rows"),
     "max_steps": other(-1, "run.num_steps: a rollout here is one or more updates there"),
-    "gradient_accumulation_steps": other(1, "times the batch is an update; memory: tokens_per_microbatch"),
+    "gradient_accumulation_steps": other(1, "times the batch: prompts_per_step, SFT rows_per_step"),
     "learning_rate": same(5e-5, "optimizer.learning_rate"),
     "lr_scheduler_type": other("linear", "optimizer.schedule: linear, cosine, constant(_with_warmup)"),
     "lr_scheduler_kwargs": refused(None, "leave it out: the schedules have no further options"),
@@ -197,7 +197,7 @@ GRPO: dict[str, Field] = COMMON | {
     "shuffle_dataset": other(True, "data.shuffle, a new order in every epoch"),
     "pad_to_multiple_of": moot("auto", "rows are not padded"),
     "generation_batch_size": other(None, "prompts_per_step, minibatches_per_rollout"),
-    "steps_per_generation": other(None, "as generation_batch_size, counted in micro-batches"),
+    "steps_per_generation": other(None, "minibatches_per_rollout, counted in micro-batches"),
     "temperature": same(1.0, "sampling.temperature; above 0"),
     "top_p": same(1.0, "sampling.top_p"),
     "top_k": same(0, "sampling.top_k"),
@@ -234,7 +234,7 @@ GRPO: dict[str, Field] = COMMON | {
     "beta": other(0.0, "objective.kl_coef"),
     "use_bias_correction_kl": other(True, "objective.kl_estimator: True is k3_weighted, False k3"),
     "num_iterations": other(1, "epochs_per_rollout"),
-    "epsilon": other(0.2, "objective.clip_low"),
+    "epsilon": other(0.2, "objective.clip_low, clip_high"),
     "epsilon_high": other(None, "objective.clip_high; None: epsilon. With cispo the largest weight, above 1"),
     "delta": other(None, "objective.dual_clip"),
     "sapo_temperature_neg": moot(1.05, SAPO),
@@ -250,7 +250,7 @@ GRPO: dict[str, Field] = COMMON | {
     "loss_type": other("dapo", "objective.weights: grpo, dr_grpo, dapo, bnpo; objective.name: cispo"),
     "mask_truncated_completions": other(False, "objective.overlong_filter"),
     "sync_ref_model": other(False, "objective.refresh_reference_every; with ref_model_mixup_alpha=1.0 only"),
-    "ref_model_mixup_alpha": other(0.6, "1.0 with sync_ref_model: the policy replaces the reference whole"),
+    "ref_model_mixup_alpha": other(0.6, "1.0 only, with objective.refresh_reference_every"),
     "ref_model_sync_steps": other(512, "objective.refresh_reference_every, in rollouts"),
     "top_entropy_quantile": refused(1.0, "leave it out: all completion tokens are trained"),
     "entropy_coef": refused(0.0, ENTROPY),
@@ -296,7 +296,7 @@ SFT: dict[str, Field] = COMMON | {
     "activation_offloading": refused(False, "set gradient_checkpointing"),
 }  # fmt: skip
 
-NOTHING: tuple[Any, ...] = (None, False, "", "no", "none", [], {}, ["none"], 0)
+NOTHING: tuple[Any, ...] = (None, "", "none", [], {}, ["none"])
 """Ways to say that something is off."""
 
 
