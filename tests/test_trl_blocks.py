@@ -142,6 +142,7 @@ def test_section_4(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'HuggingFaceTB/SmolLM2-1.7B-Instruct' is not in the local hub cache" in printed
     assert "This is not the model you named" in printed
     for words in (
+        "GRPOConfig(output_dir='grpo-razonamiento'), and the rest as in TRL 1.16.0",
         "sample standard deviation of the group, as TRL and verl",
         "mean over all completion tokens of an update (TRL: dapo",
         "1 x reward_formato + 1 x reward_correctitud",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -345,60 +344,6 @@ def test_a_model_object_is_trained_in_place(tmp_path: Path) -> None:
     made = GRPOTrainer(model, varied, args, ROWS, processing_class=tiny_tokenizer())
     made.train()
     assert made.model is model and not torch.equal(model.lm_head.weight, before)
-
-
-def test_what_a_trainer_refuses(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="write processing_class=tokenizer"):
-        trainer(folder, tmp_path, tokenizer=tiny_tokenizer())
-    with pytest.raises(ConfigError, match=r"GRPOTrainer\(tools=...\) is not supported"):
-        trainer(folder, tmp_path, tools=[len])
-    with pytest.raises(TypeError, match="has no argument 'reward_func'"):
-        trainer(folder, tmp_path, reward_func=varied)
-    with pytest.raises(ConfigError, match="without reward_funcs"):
-        trainer(folder, tmp_path, reward_funcs=None)
-    with pytest.raises(DataError, match="without train_dataset"):
-        trainer(folder, tmp_path, train_dataset=None)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"num_generations": 1}, "at least 2"),
-        ({"per_device_train_batch_size": 6, "num_generations": 4}, "Give 4 or 8"),
-        ({"per_device_train_batch_size": 0}, "at least 1"),
-        ({"generation_batch_size": 8, "steps_per_generation": 1}, "Give one of them"),
-        ({"generation_batch_size": 12}, "must be a multiple of"),
-        (
-            {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
-            "one must be a multiple of the other",
-        ),
-        ({"steps_per_generation": 8, "per_device_train_batch_size": 4}, "cannot serve 8 updates"),
-        ({"max_steps": 3, "num_iterations": 2}, "Give a multiple of 2"),
-        ({"temperature": 0}, "identical"),
-        ({"temperature": -1.0}, "at least 0"),
-        ({"loss_type": "sapo"}, "'sapo' is none of 'grpo', 'dr_grpo', 'dapo', 'bnpo', 'cispo'"),
-        ({"loss_type": "cispo"}, "Set epsilon_high=5.0"),
-        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "Take 'dapo'"),
-        ({"importance_sampling_level": "sequence"}, "Set loss_type='grpo'"),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, "delta = 2.0"),
-        ({"sync_ref_model": True}, "Set beta above 0 and ref_model_mixup_alpha=1.0"),
-        ({"ref_model_mixup_alpha": 1.0}, "does nothing without sync_ref_model"),
-        ({"ref_model_sync_steps": 3}, "does nothing without sync_ref_model"),
-        ({"lr_scheduler_type": "polynomial"}, "none of 'linear', 'cosine'"),
-        ({"optim": "sgd"}, "none of 'adamw_torch_fused'"),
-        ({"save_strategy": "best"}, "none of 'steps', 'epoch', 'no'"),
-    ],
-)
-def test_what_a_configuration_refuses(fields: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        GRPOConfig(**fields)
-
-
-def test_a_configuration_needs_nothing() -> None:
-    args = GRPOConfig()
-    assert args.output_dir == "trainer_output" and args.bf16 is True and args.learning_rate == 1e-6
-    assert repr(GRPOConfig("there", beta=0.1)) == "GRPOConfig(output_dir='there', bf16=True, beta=0.1)"
-    assert json.dumps(args.to_dict()) and args.to_dict()["loss_type"] == "dapo"
 
 
 def test_sft(folder: Path, tmp_path: Path) -> None:

@@ -39,12 +39,13 @@ class Arguments:
         self.__dict__[name] = value
 
     def __repr__(self) -> str:
-        given = (f"{n}={getattr(self, n)!r}" for n, f in self.TABLE.items() if getattr(self, n) != f.default)
+        default = {**{name: field.default for name, field in self.TABLE.items()}, "bf16": True}
+        given = (f"{name}={value!r}" for name, value in self.to_dict().items() if value != default[name])
         return f"{type(self).__name__}({', '.join(given)})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
-        return dict(self.__dict__)
+        """Every field by name; a token is not shown."""
+        return {**self.__dict__, "hub_token": self.hub_token and "<HUB_TOKEN>"}
 
     def check(self) -> None:
         """ConfigError for what cannot work together."""

@@ -261,7 +261,7 @@ def given_model(
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(model, str):
         loaded = _by_name(config, console, _lora(peft_config, args))
-        return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
+        return loaded if tokenizer is None else hand_in(loaded.model, tokenizer, loaded.name)
     name = str(getattr(model.config, "_name_or_path", "") or "handed in")
     if tokenizer is None:
         from transformers import AutoTokenizer
@@ -299,6 +299,9 @@ def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
             "smaller "
             "model where memory does not suffice."
         )
+    for name, off in LORA_OFF.items():
+        if (value := getattr(peft_config, name, off)) != off:
+            raise ConfigError(f"peft_config.{name} = {value!r} is not supported. Leave it at {off!r}.")
     targets = peft_config.target_modules
     if isinstance(targets, str) and targets != "all-linear":
         raise ConfigError(
@@ -307,6 +310,19 @@ def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
     names = () if targets is None or isinstance(targets, str) else tuple(sorted(targets))
     options = {"alpha": peft_config.lora_alpha, "rslora": peft_config.use_rslora, "target_modules": names}
     return {"lora": lora(r=peft_config.r, **options), "seed": args.seed}
+
+
+LORA_OFF: dict[str, Any] = {
+    "bias": "none",
+    "modules_to_save": None,
+    "use_dora": False,
+    "init_lora_weights": True,
+    "layers_to_transform": None,
+    "exclude_modules": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Options of `peft.LoraConfig` that have no place here. Dropout is off in any case."""
 
 
 def check_names(trainer: str, given: Mapping[str, Any], why: Mapping[str, str]) -> None:

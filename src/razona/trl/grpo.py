@@ -102,9 +102,7 @@ class GRPOTrainer(Trainer):
         self.args.check()
         resume = self._resuming(resume_from_checkpoint)
         config = self._config(resume=resume)
-        self.console.print(
-            f"razona.trl: the defaults of TRL {TRL_VERSION}; what is set, and what comes of it:"
-        )
+        self.console.print(f"razona.trl: {self.args!r}, and the rest as in TRL {TRL_VERSION}")
         self._notes.pop()
         return self._train(
             config,

@@ -73,9 +73,7 @@ class SFTTrainer(Trainer):
     def train(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None) -> TrainOutput:
         """One run. True, or the path of the newest checkpoint, goes on with the one in ``output_dir``."""
         config = self._config(resume=self._resuming(resume_from_checkpoint))
-        self.console.print(
-            f"razona.trl: the defaults of TRL {TRL_VERSION}; what is set, and what comes of it:"
-        )
+        self.console.print(f"razona.trl: {self.args!r}, and the rest as in TRL {TRL_VERSION}")
         return self._train(
             config,
             lambda: sft.run(
