@@ -62,6 +62,7 @@ class Policy:
         self.names = list(named)
         self.compute: list[nn.Parameter] = list(named.values())
         self.scorer: Scorer = wrap(model)
+        self._hooks: list[Any] = []
         self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
         if precision == "pure_bf16":
             _to_bf16(model)
@@ -81,8 +82,17 @@ class Policy:
         masters = [nn.Parameter(p.detach().float()) for p in self.compute]
         _to_bf16(model)
         for parameter, master in zip(self.compute, masters, strict=True):
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate_into(master)))
         return masters
+
+    def release(self) -> None:
+        """Gives the model back: its trained parameters are the masters from now on, in fp32, and whoever
+        trains it next finds it untouched. Not to be updated after.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, master in zip(self.compute, self.masters, strict=True):
+            parameter.data = master.data
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from razona.models.load import LoadedModel, hand_in, load, with_adapter
 from razona.models.lora import attach
+from razona.models.resolve import HubSilent
 from razona.models.save import save
 
-__all__ = ["LoadedModel", "attach", "hand_in", "load", "save", "with_adapter"]
+__all__ = ["HubSilent", "LoadedModel", "attach", "hand_in", "load", "save", "with_adapter"]

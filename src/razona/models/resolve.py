@@ -27,6 +27,10 @@ NAMES_THAT_WORK = (
 T = TypeVar("T")
 
 
+class HubSilent(ModelError):
+    """A hub id whose files are not here, and there is no hub to ask: switched off, or out of reach."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A folder with config.json and safetensors, a LoRA adapter's folder, or a .gguf file; ``notes`` are
@@ -68,7 +72,8 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> Source:
     except _HubUnavailable as error:
         if name == BUNDLED_MODEL:
             return _bundled(str(error))
-        raise ModelError(
+        kind = HubSilent if error.silent else ModelError
+        raise kind(
             f"'{name}' is not in the local hub cache, and {error}. {NAMES_THAT_WORK}"
         ) from error.__cause__
 
@@ -92,7 +97,11 @@ def bundled_gguf() -> Path | None:
 
 
 class _HubUnavailable(Exception):
-    """The hub gave no answer, or not this model; the text says which and follows 'and'."""
+    """The hub gave no answer (``silent``), or not this model; the text says which and follows 'and'."""
+
+    def __init__(self, text: str, *, silent: bool = False) -> None:
+        super().__init__(text)
+        self.silent = silent
 
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
@@ -107,7 +116,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
         patterns = [*HUB_FILES, *(["*.py"] if trust_remote_code else [])]
         return _check_folder(Path(snapshot_download(name, allow_patterns=patterns)))
     except OfflineModeIsEnabled as error:
-        raise _HubUnavailable("the hub is switched off (HF_HUB_OFFLINE is set)") from error
+        raise _HubUnavailable("the hub is switched off (HF_HUB_OFFLINE is set)", silent=True) from error
     except RepositoryNotFoundError as error:
         raise _HubUnavailable(
             "the hub has no such model, or not for you (log in with `hf auth login`)"
@@ -119,7 +128,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     except (
         Exception
     ) as error:  # whichever HTTP client is below: no route, no name, a time-out, a broken proxy
-        raise _HubUnavailable(f"the hub cannot be reached ({_first_line(error)})") from error
+        raise _HubUnavailable(f"the hub cannot be reached ({_first_line(error)})", silent=True) from error
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:

@@ -31,8 +31,10 @@ from razona.progress import (
     GO_ON,
     FlatNote,
     Interrupt,
+    OnStep,
     Progress,
     finish,
+    keep_going,
     keeping_the_weights,
     open_run,
     restore,
@@ -63,6 +65,7 @@ class Parts:
     evaluator: Evaluator | None
     log: RunFolder
     progress: Progress
+    on_step: OnStep = keep_going
 
     @property
     def state(self) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
-            stopping = last or interrupt.wanted  # asked once: what stops here is saved here
+            stopping = parts.on_step(step + 1, metrics, records) or last or interrupt.wanted  # and so saved
             seconds = phases.pop()
             parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
             if stopping or progress.is_best or _due(step + 1, config.run.save_every):
@@ -206,14 +209,15 @@ def run(
     eval_reward_fns: Sequence[RewardSpec] = (),
     objective: Objective | None = None,
     model: LoadedModel | None = None,
+    on_step: OnStep = keep_going,
     go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
     for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.hand_in`)
-    for ``config.model.name``. ``dry_run`` stops before anything is written; ``go_on`` is what to say when the
-    run was interrupted.
+    for ``config.model.name``. ``dry_run`` stops before anything is written; ``on_step`` listens, and may stop
+    the run; ``go_on`` is what to say when the run was interrupted.
     """
     config = with_task(config, own_rewards=bool(reward_fns))
     validate(config, eval_rows=eval_rows is not None)
@@ -240,20 +244,14 @@ def run(
 
     given = facts(loaded, (table, held_out), objective, rewards, evaluator)
     log = open_run(config, console, **given)
-    parts = Parts(
-        policy=policy,
-        reference=make_reference(config, objective, policy, log),
-        engine=make_engine(policy, loaded, console),
-        source=source,
-        rewards=rewards,
-        refill=refill,
-        evaluator=evaluator,
-        log=log,
-        progress=Progress(),
-    )
+    reference, engine = make_reference(config, objective, policy, log), make_engine(policy, loaded, console)
+    parts = Parts(policy, reference, engine, source, rewards, refill, evaluator, log, Progress(), on_step)
     restore(parts.log, parts.state, console)
-    result = train(config, objective, parts, console)
-    policy.save(log.path / "model")
+    try:
+        result = train(config, objective, parts, console)
+        policy.save(log.path / "model")
+    finally:
+        policy.release()
     return finish(log, parts.progress, result, console, go_on=go_on)
 
 
