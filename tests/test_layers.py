@@ -22,7 +22,8 @@ FLOORS = {
     **dict.fromkeys(("data", "tasks", "rewards", "console"), 5),
     **dict.fromkeys(("rollout", "checkpoint", "log", "metrics", "header", "setup"), 6),
     **dict.fromkeys(
-        ("evaluate", "progress", "generate", "testing", "explain", "difficulty", "doctor", "advise"), 7
+        ["evaluate", "progress", "generate", "merge", "testing", "explain", "difficulty", "doctor", "advise"],
+        7,
     ),
     **dict.fromkeys(("train", "select"), 8),
     **dict.fromkeys(("labels", "recipes", "report", "demo"), 9),

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, PeftModel
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_runs import ROWS, varied
+from transformers import AutoModelForCausalLM
 from trl_helpers import tiny_folder, trainer
 
-import razona.config
+from razona.config import LoRAConfig
 from razona.errors import ConfigError, DataError, ModelError
 from razona.models import HubSilent
 from razona.models.resolve import resolve
@@ -25,25 +27,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_peft_config(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its options as those of razona's own table, where there is one."""
-    lora = types.SimpleNamespace(r=8, lora_alpha=16, use_rslora=False, target_modules={"v_proj", "q_proj"})
-    monkeypatch.delattr(razona.config, "LoRAConfig", raising=False)
-    with pytest.raises(ConfigError, match="peft_config is not supported: razona trains all weights"):
-        trainer(folder, tmp_path, peft_config=lora)
-    monkeypatch.setattr(razona.config, "LoRAConfig", lambda **options: options, raising=False)
+def test_peft_config(folder: Path) -> None:
+    """Its options as those of razona's own table."""
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["v_proj", "q_proj"])
     assert _lora(lora, GRPOConfig(seed=3)) == {
-        "lora": {"r": 8, "alpha": 16, "rslora": False, "target_modules": ("q_proj", "v_proj")},
+        "lora": LoRAConfig(r=8, alpha=16, target_modules=("q_proj", "v_proj")),
         "seed": 3,
     }
-    lora.target_modules = "all-linear"
-    assert _lora(lora, GRPOConfig())["lora"]["target_modules"] == ()
-    lora.target_modules = ".*q_proj"
+    assert _lora(LoraConfig(), GRPOConfig())["lora"].target_modules == ("q_proj", "v_proj")
+    assert _lora(LoraConfig(target_modules="all-linear"), GRPOConfig())["lora"].target_modules == ()
     with pytest.raises(ConfigError, match="is a pattern"):
-        _lora(lora, GRPOConfig())
-    lora.modules_to_save = ["score"]
+        _lora(LoraConfig(target_modules=".*q_proj"), GRPOConfig())
     with pytest.raises(ConfigError, match=r"peft_config.modules_to_save = \['score'\] is not supported"):
-        _lora(lora, GRPOConfig())
+        _lora(LoraConfig(modules_to_save=["score"]), GRPOConfig())
+
+
+def test_lora_trains_and_is_saved_as_peft_does(folder: Path, tmp_path: Path) -> None:
+    made = trainer(folder, tmp_path / "run", peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    made.train()
+    made.save_model(str(tmp_path / "adapter"))
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    found = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    moved = [p.abs().max().item() for name, p in found.named_parameters() if "lora_B" in name]
+    assert moved and max(moved) > 0
 
 
 def test_processing_class_stands_in_for_the_models_own(folder: Path, tmp_path: Path) -> None:

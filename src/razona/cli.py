@@ -15,17 +15,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from razona import __version__
-from razona.config import DemoConfig, EvaluateConfig, GenerateConfig, GRPOConfig, SelectConfig, SFTConfig
+from razona.config import (
+    DemoConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    GRPOConfig,
+    MergeConfig,
+    SelectConfig,
+    SFTConfig,
+)
 from razona.config.check import validate
 from razona.config.load import load_config
 from razona.errors import ConfigError, RazonaError, nearest
 
 COMMANDS: dict[str, tuple[str, type, str]] = {
-    "grpo": ("razona.train.grpo", GRPOConfig, "train with GRPO or Dr. GRPO on prompts and reward functions"),
+    "grpo": (
+        "razona.train.grpo",
+        GRPOConfig,
+        "train with GRPO and its family, on prompts and rewards",
+    ),
     "sft": ("razona.train.sft", SFTConfig, "train on demonstrations"),
     "generate": ("razona.generate", GenerateConfig, "sample completions"),
     "eval": ("razona.evaluate", EvaluateConfig, "score a model on a data set, with error bars"),
     "select": ("razona.select", SelectConfig, "keep the prompts that a model gets right sometimes"),
+    "merge": ("razona.merge", MergeConfig, "make one model of a LoRA adapter and its base: razona merge RUN"),
     "demo": ("razona.demo", DemoConfig, "train a real 135M model on this machine, in minutes"),
 }
 """Command -> (module whose run(config, ...) does it, its options, what it does)."""
@@ -91,6 +104,8 @@ def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
         raise ConfigError(
             f"unknown command '{command}'.{nearest(command, names)} Commands: {', '.join(names)}."
         )
+    if command == "merge" and rest and not rest[0].startswith("-"):
+        rest.insert(0, "--adapter")  # the one thing it needs goes without its name
     return _run(command, rest, as_json=as_json, dry_run=dry_run)
 
 
@@ -127,6 +142,8 @@ def _require_inputs(command: str, config: Any) -> None:
             f"razona {command} has no reward function: rewards is empty. Give --reward NAME (repeatable): "
             "format, exact_answer, length, or path/to/file.py:function."
         )
+    if command == "merge" and not config.adapter:
+        raise ConfigError("razona merge has no adapter. Say which: razona merge runs/first.")
     validate(config, eval_rows=False)
 
 

@@ -1,6 +1,6 @@
 """Frozen dataclasses, one file per loop."""
 
-from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig, SelectConfig
+from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig, MergeConfig, SelectConfig
 from razona.config.common import (
     BUNDLED_MODEL,
     DataConfig,
@@ -24,6 +24,7 @@ __all__ = [
     "GenerateConfig",
     "ImportanceConfig",
     "LoRAConfig",
+    "MergeConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

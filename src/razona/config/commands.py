@@ -1,9 +1,9 @@
-"""Options of the commands that train nothing of the user's: generate, eval, select, demo."""
+"""Options of the commands that train nothing of the user's: generate, eval, select, merge, demo."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from razona.config.common import DataConfig, ModelConfig, resumable
 from razona.types import Sampling
@@ -68,6 +68,18 @@ class SelectConfig:
     """Prompts sampled between two writes."""
     reward_timeout: float = resumable(60.0)
     """Seconds the reward function may take per call."""
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Make one model of a LoRA adapter and its base: razona merge runs/first."""
+
+    adapter: str = ""
+    """The folder of a run with LoRA, or of an adapter."""
+    output: str = ""
+    """Where to write the model, not there yet; empty: merged, beside the adapter."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights written; the sum is taken in fp32 in any case."""
 
 
 @dataclass(frozen=True)

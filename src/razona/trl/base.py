@@ -15,9 +15,8 @@ from typing import Any
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-import razona.config
 from razona.checkpoint import newest_checkpoint
-from razona.config import BUNDLED_MODEL, ModelConfig
+from razona.config import BUNDLED_MODEL, LoRAConfig, ModelConfig
 from razona.console import Console
 from razona.errors import CheckpointError, ConfigError, ModelError
 from razona.models import HubSilent, LoadedModel, hand_in
@@ -292,13 +291,6 @@ def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
     """``peft_config`` as options of `load_model`."""
     if peft_config is None:
         return {}
-    lora = getattr(razona.config, "LoRAConfig", None)
-    if lora is None:
-        raise ConfigError(
-            "peft_config is not supported: razona trains all weights for now. Leave it out, and take a "
-            "smaller "
-            "model where memory does not suffice."
-        )
     for name, off in LORA_OFF.items():
         if (value := getattr(peft_config, name, off)) != off:
             raise ConfigError(f"peft_config.{name} = {value!r} is not supported. Leave it at {off!r}.")
@@ -307,11 +299,12 @@ def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
         raise ConfigError(
             f"peft_config.target_modules = {targets!r} is a pattern. Give a list of layer names."
         )
-    names = () if targets is None or isinstance(targets, str) else tuple(sorted(targets))
+    names = () if targets == "all-linear" else tuple(sorted(targets or PEFT_TARGETS))
     options = {"alpha": peft_config.lora_alpha, "rslora": peft_config.use_rslora, "target_modules": names}
-    return {"lora": lora(r=peft_config.r, **options), "seed": args.seed}
+    return {"lora": LoRAConfig(r=peft_config.r, **options), "seed": args.seed}
 
 
+PEFT_TARGETS = ("q_proj", "v_proj")  # what peft takes for Llama and its kin where none are named
 LORA_OFF: dict[str, Any] = {
     "bias": "none",
     "modules_to_save": None,
