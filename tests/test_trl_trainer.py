@@ -361,7 +361,9 @@ def test_sft(folder: Path, tmp_path: Path) -> None:
     assert [entry["step"] for entry in log] == listener == [1, 2, 3]
     assert {"loss", "grad_norm", "learning_rate"} <= log[0].keys()
     assert log[0]["loss"] == pytest.approx(before, rel=1e-3)  # the batch is the whole data set
-    assert made.evaluate()["eval_loss"] < before
+    after = made.evaluate()["eval_loss"]
+    assert after < before
+    assert made.evaluate(DEMONSTRATIONS * 10)["eval_loss"] == pytest.approx(after, rel=1e-3)  # micro-batches
     made.save_model()
     assert (tmp_path / "model.safetensors").exists()
     with pytest.raises(DataError, match="has a column 'text', plain text without a prompt"):
