@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from razona.batch import Batch
+from razona.chat import tokenizer_of
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
+from razona.models import save
+from razona.models.multimodal import set_dtype, towers
 from razona.models.scorer import Scorer, wrap
 
 
@@ -33,7 +36,8 @@ class Policy:
     ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients
     accumulate in fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that
     samples from the same module is never stale. With "fp32" or "pure_bf16" the model's own parameters are
-    trained. ``total_updates`` is where a linear or cosine schedule ends.
+    trained. ``total_updates`` is where a linear or cosine schedule ends. ``tokenizer`` may be a processor.
+    Of a multimodal model the language model is trained; the other `towers` are frozen and keep their dtype.
     """
 
     def __init__(
@@ -47,11 +51,13 @@ class Policy:
         gradient_checkpointing: bool = False,
     ) -> None:
         self.model = model.train()  # dropout is 0 everywhere; checkpointing needs train mode
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer_of(tokenizer), tokenizer
         self.config = optimizer
         self.precision = precision
         self.total_updates = total_updates
         self.updates = 0
+        for tower in towers(model).values():
+            tower.requires_grad_(False)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ModelError(
@@ -62,7 +68,7 @@ class Policy:
         self.scorer: Scorer = wrap(model)
         self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
         if precision == "pure_bf16":
-            _to_bf16(model)
+            set_dtype(model, torch.bfloat16)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(
@@ -77,7 +83,7 @@ class Policy:
     def _split(self, model: Any) -> list[nn.Parameter]:
         """fp32 masters take over the present storage; the model goes on with a bf16 copy of it."""
         masters = [nn.Parameter(p.detach().float()) for p in self.compute]
-        _to_bf16(model)
+        set_dtype(model, torch.bfloat16)
         for parameter, master in zip(self.compute, masters, strict=True):
             parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
         return masters
@@ -126,6 +132,10 @@ class Policy:
     def reference(self, folder: Path, *, refresh_every: int = 0) -> Reference:
         """A frozen scorer of the policy as it is now, its weights on disk in ``folder``."""
         return Reference(self, folder, refresh_every=refresh_every)
+
+    def save(self, folder: Path) -> Path:
+        """The whole model as it computes, with its tokenizer or processor."""
+        return save(self.model, self.processor, folder)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -203,12 +213,6 @@ class Reference:
             scorer, parameters, (batch,), {"temperature": temperature}
         )
         return result
-
-
-def _to_bf16(model: nn.Module) -> None:
-    """Parameters only: ``model.to`` would round the rotary frequencies too, and late positions with them."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _accumulate_into(master: nn.Parameter) -> Any:

@@ -14,7 +14,6 @@ from razona.config import GRPOConfig, SFTConfig
 from razona.console import Console
 from razona.errors import CheckpointError, DifficultyError
 from razona.log import RunFolder
-from razona.models import save
 from razona.policy import NotFinite, Policy
 
 GO_ON = "go on with: the same command and --run.resume"
@@ -85,7 +84,7 @@ def keeping_the_weights(log: RunFolder, progress: Progress, policy: Policy) -> I
     try:
         yield
     except (NotFinite, DifficultyError) as error:
-        model = save(policy.model, policy.tokenizer, log.path / "model")
+        model = policy.save(log.path / "model")
         path, _ = newest_checkpoint(log.checkpoints)
         kept = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
         again = (
@@ -162,7 +161,7 @@ def save_run(log: RunFolder, state: Mapping[str, Any], progress: Progress, *, ke
     go, the best one apart."""
     if progress.is_best:  # first: a run killed in between comes to this step again
         policy: Policy = state["policy"]
-        save(policy.model, policy.tokenizer, log.path / "best")
+        policy.save(log.path / "best")
     save_checkpoint(log.checkpoints, _name(progress.step), state, meta={"step": progress.step})
     protected = [] if progress.best_step is None else [_name(progress.best_step)]
     prune(log.checkpoints, keep, protected)

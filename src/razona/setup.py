@@ -40,7 +40,7 @@ def make_policy(
 ) -> Policy:
     return Policy(
         loaded.model,
-        loaded.tokenizer,
+        loaded.processor or loaded.tokenizer,
         optimizer=optimizer,
         precision=config.precision,
         total_updates=total_updates,

@@ -14,24 +14,31 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
+from razona.chat import chat_text
 from razona.errors import ModelError
+from razona.models.multimodal import frozen_note, processor_in, set_dtype
 from razona.models.resolve import Source, resolve
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode, its tokenizer, lines to print, and the ids that end a completion, sorted."""
+    """A model in eval mode, its tokenizer, lines to print, and the ids that end a completion, sorted.
+
+    ``processor`` is what is saved with the model: the one that the tokenizer is part of, or None for itself.
+    """
 
     model: PreTrainedModel
     tokenizer: Any
     name: str
     notes: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    processor: Any = None
 
 
 def load(
@@ -46,6 +53,7 @@ def load(
     try:
         with _quiet(), _gguf_read_once() if source.is_gguf else contextlib.nullcontext():
             config, tokenizer = _config_and_tokenizer(source, trust_remote_code)
+            processor = None if source.is_gguf else processor_in(source.path, tokenizer)
             _check_config(name, config)
             notes = [*source.notes, *_no_dropout(config)]
             if source.is_gguf:
@@ -65,7 +73,7 @@ def load(
     stops = stop_token_ids(model, tokenizer)
     if not stops:
         notes.append(f"{name}: no token ends a completion; every one will have max_completion_length tokens.")
-    return LoadedModel(model.to(device).eval(), tokenizer, name, tuple(notes), stops)
+    return LoadedModel(model.to(device).eval(), tokenizer, name, tuple(notes), stops, processor)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
@@ -90,7 +98,7 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
     said = "razonaSAID"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = chat_text(tokenizer, turns)
     except Exception:  # a template may refuse any conversation it likes; then it tells us nothing
         return None
     after = text.rpartition(said)[2].lstrip()
@@ -145,10 +153,13 @@ def _no_dropout(config: Any) -> list[str]:
 def _load_safetensors(
     name: str, source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    model, report = AutoModelForCausalLM.from_pretrained(
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    declared = config.dtype
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    model, report = auto.from_pretrained(
         str(source.path),
         config=config,
-        dtype=dtype,
+        dtype=torch.float32 if multimodal and declared != dtype else dtype,  # the towers lose nothing
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
@@ -159,12 +170,16 @@ def _load_safetensors(
             f"'{name}' lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} for one; they "
             "would be random. The folder is incomplete, or its config.json belongs to another model."
         )
+    if multimodal:
+        set_dtype(model, dtype, towers_as=declared)
+    notes = frozen_note(name, model)
     unused = sorted(report["unexpected_keys"])
     if not unused:
-        return model, []
+        return model, notes
     kind = type(model).__name__
     return model, [
-        f"{name}: {len(unused)} weights in the file have no place in a {kind}, {unused[0]} for one."
+        *notes,
+        f"{name}: {len(unused)} weights in the file have no place in a {kind}, {unused[0]} for one.",
     ]
 
 

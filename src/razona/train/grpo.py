@@ -23,7 +23,7 @@ from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, completion_means, rollout_metrics
-from razona.models import LoadedModel, save
+from razona.models import LoadedModel
 from razona.objective import OBJECTIVES, Objective, silent_where_flat, with_importance
 from razona.policy import Policy, Reference, finite
 from razona.progress import (
@@ -249,7 +249,7 @@ def run(
     )
     restore(parts.log, parts.state, console)
     result = train(config, objective, parts, console)
-    save(policy.model, policy.tokenizer, log.path / "model")
+    policy.save(log.path / "model")
     return finish(log, parts.progress, result, console, go_on=go_on)
 
 

@@ -14,7 +14,6 @@ from razona.data import Demonstration, PromptSource, build_demonstrations, load_
 from razona.log import Phases, RunFolder
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
-from razona.models import save
 from razona.policy import Policy, finite
 from razona.progress import (
     Interrupt,
@@ -128,5 +127,5 @@ def run(
     parts = Parts(policy, source, log, Progress())
     restore(log, parts.state, console)
     result = train(config, parts, console)
-    save(policy.model, policy.tokenizer, log.path / "model")
+    policy.save(log.path / "model")
     return finish(log, parts.progress, result, console)
