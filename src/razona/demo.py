@@ -29,7 +29,7 @@ from razona.config.commands import DemoConfig
 from razona.console import Console
 from razona.data import Demonstration, PromptSource, build_demonstrations, load_rows
 from razona.evaluate import Evaluator
-from razona.models import LoadedModel
+from razona.models import LoadedModel, save
 from razona.policy import Policy
 from razona.rewards import bind
 from razona.setup import fitting_prompts, load_model, make_engine, make_policy
@@ -74,7 +74,7 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
             sft.update(policy, source.take(SFT_ROWS), budget=0)
             advance()
     scores["cold_start"] = _judge("after the cold start", policy, loaded, held_out_rows, config, console)
-    policy.save(folder / "cold-start")
+    save(policy.model, policy.tokenizer, folder / "cold-start")
     del policy, loaded
 
     trained = grpo.run(
