@@ -19,6 +19,7 @@ from razona.batch import collate
 from razona.config import DataConfig, ModelConfig, OptimizerConfig
 from razona.console import Console
 from razona.data import build_demonstrations, build_prompts, load_rows
+from razona.engines.hf import HFEngine
 from razona.errors import DataError
 from razona.models import load, save
 from razona.models.multimodal import language_model, towers
@@ -114,6 +115,9 @@ def test_a_bf16_checkpoint_s_towers_are_not_blown_up(tmp_path: Path) -> None:
     assert {p.dtype for p in towers(exact).values()} == {FP32}
     assert exact.get_output_embeddings().weight.dtype == BF16
     assert same(towers(exact), towers(tiny_multimodal("gemma3")))
+    config = json.loads((tmp_path / "f" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "f" / "config.json").write_text(json.dumps(config))  # which is not what the file holds
+    assert same(towers(load(str(tmp_path / "f"), dtype=FP32).model), towers(exact))
 
 
 @pytest.mark.parametrize("loop", ["grpo", "sft"])
@@ -133,7 +137,9 @@ def test_a_run_trains_and_saves_the_whole_checkpoint(kind: str, loop: str, tmp_p
     assert moved.abs().max() > 1e-3
     for name, content in (("preprocessor_config.json", PREPROCESSOR), ("processor_config.json", PROCESSOR)):
         assert json.loads((out / "model" / name).read_text()) == content
-    assert "razona" not in (out / "model" / "config.json").read_text()
+    config = json.loads((out / "model" / "config.json").read_text())
+    parts = [config, config["text_config"], config["vision_config"]]
+    assert "razona" not in str(config) and {part["dtype"] for part in parts} == {"float32"}
     again = load(str(out / "model"), dtype=FP32)
     assert same(towers(again.model), towers(original))
 
@@ -154,6 +160,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(loop: str, tmp_path: Path) -> No
         p.numel() for p in Policy(tiny_multimodal("gemma3"), None, optimizer=OptimizerConfig()).compute
     )
     assert sum(t.numel() for t in stored.values() if t.ndim) == 3 * trained
+
+
+def test_the_tower_still_sees() -> None:
+    policy, pixels = policy_of("gemma3", "fp32"), torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        found, expected = (
+            model.get_image_features(pixels).pooler_output
+            for model in (policy.model, tiny_multimodal("gemma3"))
+        )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_says_what_the_native_engine_says(kind: str) -> None:
+    policy, prompts = policy_of(kind, "fp32"), prompts_of(5, 30)
+    sampling = Sampling(group_size=2, max_completion_length=10)
+    own = sample(policy, prompts, sampling)
+    theirs = HFEngine(policy, stop_token_ids=()).generate(prompts, sampling, seeds=[[0, 1], [1000, 1001]])
+    ids = [[[c.token_ids for c in group.completions] for group in groups] for groups in (own, theirs)]
+    assert ids[0] == ids[1]
 
 
 class Processor:
@@ -194,7 +220,10 @@ def test_make_policy_saves_with_the_folder_s_processor(tmp_path: Path) -> None:
 
 
 def test_saving_in_one_dtype_still_can(tmp_path: Path) -> None:
-    folder = save(policy_of("gemma3").model, tiny_tokenizer(), tmp_path / "s", dtype=BF16)
+    loaded = load(str(multimodal_folder(tmp_path / "m")), dtype=FP32)
+    folder = save(loaded.model, loaded.processor, tmp_path / "s", dtype=BF16)
+    config = json.loads((folder / "config.json").read_text())
+    assert {part["dtype"] for part in (config, config["text_config"])} == {"bfloat16"}
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {BF16}
     assert next(CLASSES["gemma3"].from_pretrained(folder).parameters()).dtype == BF16
 
