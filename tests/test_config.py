@@ -21,6 +21,7 @@ from razona.config import (
     ObjectiveConfig,
     OptimizerConfig,
     RunConfig,
+    SelectConfig,
     SFTConfig,
 )
 from razona.config.check import validate
@@ -28,7 +29,7 @@ from razona.config.load import SHORT_FLAGS, load_config, merge
 from razona.errors import ConfigError
 from razona.types import Sampling
 
-COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, DemoConfig)
+COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, SelectConfig, DemoConfig)
 # Where "another value of the type" would be out of range.
 OTHER = {
     "top_p": 0.9,
@@ -230,7 +231,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
         "num_steps = 4", tmp_path
     )
     assert "It belongs in [optimizer]" in refused("[run]\nlearning_rate = 4", tmp_path)
-    assert "Known are: model, data, rewards" in refused("[zzz]\nx = 1", tmp_path)
+    assert "Known are: model, lora, data, rewards" in refused("[zzz]\nx = 1", tmp_path)
 
 
 @pytest.mark.parametrize(

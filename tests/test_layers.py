@@ -21,8 +21,10 @@ FLOORS = {
     **dict.fromkeys(("policy", "value_model", "engines"), 4),
     **dict.fromkeys(("data", "tasks", "rewards", "console"), 5),
     **dict.fromkeys(("rollout", "checkpoint", "log", "metrics", "header", "setup"), 6),
-    **dict.fromkeys(("evaluate", "progress", "generate", "testing", "explain", "doctor", "advise"), 7),
-    "train": 8,
+    **dict.fromkeys(
+        ("evaluate", "progress", "generate", "testing", "explain", "difficulty", "doctor", "advise"), 7
+    ),
+    **dict.fromkeys(("train", "select"), 8),
     **dict.fromkeys(("labels", "recipes", "report", "demo"), 9),
     **dict.fromkeys(("trl", "unsloth"), 10),
     "cli": 11,

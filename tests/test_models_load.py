@@ -243,7 +243,7 @@ def test_folders_that_are_no_models(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no config.json: not a model" in refusal(tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    assert "a LoRA adapter, not a model" in refusal(tmp_path / "empty")
+    assert "an adapter of the kind None, and only LoRA can be used" in refusal(tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").unlink()
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / "empty" / name).write_bytes(b"")

@@ -106,7 +106,7 @@ def test_right_is_what_one_reward_says() -> None:
     ]
     assert not refill.right(torch.tensor([[torch.nan, 1.0]])).any()
     bound = bind([right, lambda completions: [0.0] * len(completions)], columns=["prompt"])
-    with pytest.raises(ConfigError, match=r"there are 2: right, lambda\. Name it with objective\.refill\."):
+    with pytest.raises(ConfigError, match=r"none is named\. Give --objective\.refill\.reward one of: "):
         Refill(RefillConfig(), bound, prompts_of(1))
     with pytest.raises(ConfigError, match=r"'rigth' is none of .* Did you mean 'right'"):
         Refill(RefillConfig(reward="rigth"), bound, prompts_of(1))

@@ -18,12 +18,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from razona.config import (
         DataConfig as DataConfig,
+        DifficultyConfig as DifficultyConfig,
         EvalConfig as EvalConfig,
         GRPOConfig as GRPOConfig,
         ImportanceConfig as ImportanceConfig,
+        LoRAConfig as LoRAConfig,
         ModelConfig as ModelConfig,
         ObjectiveConfig as ObjectiveConfig,
         OptimizerConfig as OptimizerConfig,
+        RefillConfig as RefillConfig,
         RunConfig as RunConfig,
         SFTConfig as SFTConfig,
     )
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,
         DataError as DataError,
+        DifficultyError as DifficultyError,
         ModelError as ModelError,
         RazonaError as RazonaError,
         RewardError as RewardError,
@@ -44,10 +48,12 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "razona.config": (
-        "DataConfig EvalConfig GRPOConfig ImportanceConfig ModelConfig ObjectiveConfig OptimizerConfig "
-        "RunConfig SFTConfig"
+        "DataConfig DifficultyConfig EvalConfig GRPOConfig ImportanceConfig LoRAConfig ModelConfig "
+        "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig"
     ),
-    "razona.errors": "CheckpointError ConfigError DataError ModelError RazonaError RewardError",
+    "razona.errors": (
+        "CheckpointError ConfigError DataError DifficultyError ModelError RazonaError RewardError"
+    ),
     "razona.types": "Completion Group Prompt Sampling",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}

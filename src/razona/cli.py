@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from razona import __version__
-from razona.config import DemoConfig, EvaluateConfig, GenerateConfig, GRPOConfig, SFTConfig
+from razona.config import DemoConfig, EvaluateConfig, GenerateConfig, GRPOConfig, SelectConfig, SFTConfig
 from razona.config.check import validate
 from razona.config.load import load_config
 from razona.errors import ConfigError, RazonaError, nearest
@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, type, str]] = {
     "sft": ("razona.train.sft", SFTConfig, "train on demonstrations"),
     "generate": ("razona.generate", GenerateConfig, "sample completions"),
     "eval": ("razona.evaluate", EvaluateConfig, "score a model on a data set, with error bars"),
+    "select": ("razona.select", SelectConfig, "keep the prompts that a model gets right sometimes"),
     "demo": ("razona.demo", DemoConfig, "train a real 135M model on this machine, in minutes"),
 }
 """Command -> (module whose run(config, ...) does it, its options, what it does)."""
@@ -111,9 +112,12 @@ def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
 
 def _require_inputs(command: str, config: Any) -> None:
     """Raise ConfigError for what the command cannot do without; Python callers may pass objects instead."""
+    from razona.tasks import with_task
+
+    config = with_task(config) if hasattr(config, "data") else config
     if command == "generate" and not config.prompts and not config.data.path:
         raise ConfigError('razona generate has no prompts. Give --prompt "TEXT" (repeatable) or --data FILE.')
-    if command in ("grpo", "sft", "eval") and not config.data.path:
+    if command in ("grpo", "sft", "eval", "select") and not config.data.path:
         raise ConfigError(
             f"razona {command} has no data: data.path is empty. "
             "Give --data FILE (.jsonl, .json, .csv, .parquet) or a hub id."

@@ -87,7 +87,7 @@ class Console:
     def progress(self, description: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
         """Yields ``advance(n=1)``, from ``done``. A bar with the time left, or lines without a terminal."""
         if not self._rich.is_terminal:
-            yield self._plain_progress(description, total, done)
+            yield self.progress_lines(description, total, done)
             return
         columns = (
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
@@ -97,7 +97,8 @@ class Console:
             task = bar.add_task(description, total=total, completed=done)
             yield lambda n=1: bar.advance(task, n)
 
-    def _plain_progress(self, description: str, total: int, before: int) -> Callable[..., None]:
+    def progress_lines(self, description: str, total: int, before: int = 0) -> Callable[..., None]:
+        """``advance(n=1)`` that prints a line now and then; it may be used while a bar is shown."""
         start = said = self._clock()
         done = before
 

@@ -10,14 +10,15 @@ from razona.config import OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import EvaluateConfig
 from razona.console import Console
-from razona.data import first_of, load_rows, output_file
+from razona.data import first_of, output_file
 from razona.engines.hf import HFEngine
 from razona.errors import ConfigError, nearest
 from razona.log import json_line, rollout_records
 from razona.metrics import mean_and_error
 from razona.rewards import BoundReward, bind
 from razona.rollout import completion_seeds, score_groups
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy
+from razona.tasks import with_task
 from razona.types import Engine, Group, Prompt, Sampling
 
 EVAL_STEP = (
@@ -94,9 +95,10 @@ def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[s
     """`razona eval`: score a model on a data set. ``rows`` stands in for ``config.data.path`` (see
     `load_rows`). Raises ConfigError before the model is loaded where the output cannot be written.
     """
+    config = with_task(config)
     validate(config)
     output = output_file(config.output)
-    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    table = load_table(config.data.path if rows is None else rows, config.data, console)
     rewards = bind(config.rewards, columns=table.renamed(config.data.rename).columns)
     loaded = load_model(config.model, console)
     fitting = fitting_prompts(table, loaded, config.data, config.sampling, console)

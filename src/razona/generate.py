@@ -12,7 +12,8 @@ from razona.data import first_of, load_rows, output_file
 from razona.errors import ConfigError
 from razona.log import json_line
 from razona.rollout import completion_seeds
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy
+from razona.tasks import with_task
 
 
 def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[s
     Prompts given as text are put to a chat model as what the user says. ``rows`` stand in for
     ``config.data.path``. Raises ConfigError before the model is loaded where the output cannot be written.
     """
+    config = with_task(config)
     validate(config)
     if config.prompts and rows is not None:
         raise ConfigError("prompts and rows are both given, and one would be left out. Give one of them.")
@@ -30,8 +32,9 @@ def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[s
     if config.prompts:
         chat = bool(loaded.tokenizer.chat_template)
         texts = [[{"role": "user", "content": text}] if chat else text for text in config.prompts]
-        rows = [{config.data.prompt_column: text} for text in texts]
-    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+        table = load_rows([{config.data.prompt_column: text} for text in texts])
+    else:
+        table = load_table(config.data.path if rows is None else rows, config.data, console)
     fitting = fitting_prompts(table, loaded, config.data, config.sampling, console)
     prompts = first_of(fitting, config.num_prompts, seed=config.seed, shuffle=config.data.shuffle)
     policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)

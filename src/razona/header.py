@@ -99,6 +99,10 @@ def _models(config: GRPOConfig, objective: Objective, policy: Policy) -> str:
     reference = (
         "; the reference's weights lie on disk" if objective.kl_coef or config.measure_kl_every else ""
     )
+    if policy.adapter is not None:
+        if policy.starts_at_its_base and reference:
+            reference = "; the reference is the base, the adapter switched off"
+        return f"one, with {policy.adapter}; {numbers}; it samples from itself, unmerged{reference}"
     return f"one, {size:.0f} M trained parameters, {numbers}; it samples from itself{reference}"
 
 

@@ -14,8 +14,9 @@ from razona.batch import Batch
 from razona.chat import tokenizer_of
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
-from razona.models import save
+from razona.models.lora import Adapter, unwrap
 from razona.models.multimodal import set_dtype, towers
+from razona.models.save import save
 from razona.models.scorer import Scorer, wrap
 
 
@@ -31,7 +32,7 @@ def finite(what: str, value: float) -> float:
 
 
 class Policy:
-    """The model that is trained.
+    """The model that is trained: ``model``, or the LoRA adapter of a `peft.PeftModel`.
 
     ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients
     accumulate in fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that
@@ -50,22 +51,24 @@ class Policy:
         total_updates: int = 1,
         gradient_checkpointing: bool = False,
     ) -> None:
+        model, self.adapter = unwrap(model)
         self.model = model.train()  # dropout is 0 everywhere; checkpointing needs train mode
         self.tokenizer, self.processor = tokenizer_of(tokenizer), tokenizer
         self.config = optimizer
         self.precision = precision
         self.total_updates = total_updates
         self.updates = 0
-        for tower in towers(model).values():
+        self._frozen = [p for p in towers(model).values() if p.requires_grad]
+        for tower in self._frozen:
             tower.requires_grad_(False)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
-            raise ModelError(
-                "the model has no trainable parameter: every requires_grad is False. Unfreeze some of them."
-            )
+            raise ModelError(_nothing_to_train(self.adapter))
+        self.starts_at_its_base = self.adapter is not None and self.adapter.is_fresh
         self.names = list(named)
         self.compute: list[nn.Parameter] = list(named.values())
         self.scorer: Scorer = wrap(model)
+        self._hooks: list[Any] = []
         self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
         if precision == "pure_bf16":
             set_dtype(model, torch.bfloat16)
@@ -85,8 +88,19 @@ class Policy:
         masters = [nn.Parameter(p.detach().float()) for p in self.compute]
         set_dtype(model, torch.bfloat16)
         for parameter, master in zip(self.compute, masters, strict=True):
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate_into(master)))
         return masters
+
+    def release(self) -> None:
+        """Gives the model back: its trained parameters are the masters from now on, in fp32, and whoever
+        trains it next finds it untouched. Not to be updated after.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, master in zip(self.compute, self.masters, strict=True):
+            parameter.data = master.data
+        for tower in self._frozen:
+            tower.requires_grad_(True)
 
     @property
     def device(self) -> torch.device:
@@ -130,12 +144,16 @@ class Policy:
         )
 
     def reference(self, folder: Path, *, refresh_every: int = 0) -> Reference:
-        """A frozen scorer of the policy as it is now, its weights on disk in ``folder``."""
+        """A frozen scorer of the policy as it is now: its base, where the adapter is still fresh, else its
+        weights on disk in ``folder``."""
         return Reference(self, folder, refresh_every=refresh_every)
 
     def save(self, folder: Path) -> Path:
-        """The whole model as it computes, with its tokenizer or processor."""
-        return save(self.model, self.processor, folder)
+        """What was trained, with its tokenizer or processor: the whole model as it computes, or an adapter's
+        folder with the fp32 masters."""
+        if self.adapter is None:
+            return save(self.model, self.processor, folder)
+        return self.adapter.save(self.processor, folder, dict(zip(self.names, self.masters, strict=True)))
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -171,7 +189,8 @@ class Policy:
 
 class Reference:
     """A frozen policy. Its weights stay on disk (memory-mapped) and stand in for the policy's only while it
-    scores: no second model in memory.
+    scores; for a policy that began with a fresh adapter, the adapter is off meanwhile. No second model in
+    memory.
 
     Its file is the starting policy's, and a resumed run takes it as it stands. With ``refresh_every`` the
     file changes during the run, so it begins anew and its content is part of the checkpoints.
@@ -181,7 +200,8 @@ class Reference:
         self.policy = policy
         self.refresh_every = refresh_every
         self.path = folder / "reference.safetensors"
-        if refresh_every or not self.path.exists():
+        self.is_base = policy.starts_at_its_base and not refresh_every
+        if refresh_every or not (self.is_base or self.path.exists()):
             self.refresh()
 
     def refresh(self) -> None:
@@ -207,12 +227,25 @@ class Reference:
     def logprobs(self, batch: Batch, *, temperature: float) -> Tensor:
         """As `Policy.logprobs`, under the frozen weights."""
         scorer = self.policy.scorer
+        if self.is_base:
+            assert self.policy.adapter is not None
+            with self.policy.adapter.off():
+                return self.policy.logprobs(batch, temperature=temperature)
         frozen = load_file(self.path, device=str(self.policy.device))
         parameters = {f"model.{name}": weight for name, weight in frozen.items()}
         result: Tensor = torch.func.functional_call(
             scorer, parameters, (batch,), {"temperature": temperature}
         )
         return result
+
+
+def _nothing_to_train(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return "the model has no trainable parameter: every requires_grad is False. Unfreeze some of them."
+    return (
+        f"the model's adapter '{adapter.name}' is frozen, and so is all the rest: PeftModel.from_pretrained "
+        "loads an adapter for inference. Load it with is_trainable=True."
+    )
 
 
 def _accumulate_into(master: nn.Parameter) -> Any:

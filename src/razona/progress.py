@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +18,15 @@ from razona.policy import NotFinite, Policy
 
 GO_ON = "go on with: the same command and --run.resume"
 FLAT_NOTE_STEPS = 10
+
+OnStep = Callable[[int, Mapping[str, float], Sequence[Mapping[str, Any]]], bool]
+"""Called after every step with its number, figures and completions (see `rollout_records`; SFT has none).
+True ends the run after this step, as Ctrl-C does: it is saved."""
+
+
+def keep_going(step: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]) -> bool:
+    """The `OnStep` of a run that nobody listens to."""
+    return False
 
 
 class Progress:

@@ -64,7 +64,8 @@ class Refill:
         prompts: Sequence[Prompt],
     ) -> None:
         self.options, self.rewards = options, rewards
-        self.judge = _judge(options.reward, [b.name for b in rewards])
+        judge = pass_reward(rewards, options.reward, option="objective.refill.reward")
+        self.judge = [b.name for b in rewards].index(judge.name)
         self.prompts = {prompt.id: prompt for prompt in prompts}
         self.surplus: list[tuple[Group, Tensor]] = []  # a mixed group and its rewards [G, R]
 
@@ -177,23 +178,21 @@ def _pack(group: Group, rewards: Tensor) -> dict[str, Any]:
     }
 
 
-def _judge(name: str, names: list[str]) -> int:
-    """Which reward says what is right."""
-    if name in names:
-        return names.index(name)
-    if name:
-        raise ConfigError(
-            f"objective.refill.reward = {name!r} is none of this run's rewards: {', '.join(names)}."
-            + nearest(name, names)
-        )
-    judges = [index for index, other in enumerate(names) if other != "soft_overlong"]  # that only punishes
-    if len(judges) > 1:
-        raise ConfigError(
-            f"Dynamic sampling must know which reward says that an answer is right, and there are "
-            f"{len(judges)}: {', '.join(names[index] for index in judges)}. Name it with "
-            "objective.refill.reward, or turn dynamic sampling off with objective.refill.mode = off."
-        )
-    return judges[0]
+def pass_reward(rewards: Sequence[BoundReward], name: str, *, option: str) -> BoundReward:
+    """The reward function that says whether a completion is right: the one called ``name``, else the only
+    one, else ``exact_answer``. ConfigError, naming ``option``, when it cannot be told."""
+    judges = {b.name: b for b in rewards if b.name != "soft_overlong"}  # which only punishes
+    if not name:
+        name = next(iter(judges)) if len(judges) == 1 else "exact_answer"
+        given = "none is named."
+    else:
+        given = f"'{name}' is none of the reward functions.{nearest(name, judges)}"
+    if name in judges:
+        return judges[name]
+    raise ConfigError(
+        "Prompts are chosen by how often their completions are right, and which reward function says so? "
+        f"{given} Give --{option} one of: {', '.join(judges)}."
+    )
 
 
 def completion_seeds(prompts: Sequence[Prompt], group_size: int, *, seed: int, step: int) -> list[list[int]]:

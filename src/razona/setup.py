@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from razona.config import DataConfig, ModelConfig, OptimizerConfig
+from razona.config import DataConfig, LoRAConfig, ModelConfig, OptimizerConfig
+from razona.config.check import check_adapter
 from razona.console import Console
-from razona.data import Rows, build_prompts
+from razona.data import Rows, build_prompts, load_rows, with_gold
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
-from razona.errors import ConfigError
-from razona.models import LoadedModel, load
+from razona.errors import ConfigError, DataError
+from razona.models import LoadedModel, attach, load, with_adapter
+from razona.models.lora import CONFIG as ADAPTER_CONFIG
+from razona.models.multimodal import set_dtype
 from razona.models.scorer import FlatScorer
 from razona.policy import Policy
+from razona.tasks import gsm8k
 from razona.types import Engine, Prompt, Sampling
 
+NO_LORA = LoRAConfig()
 
-def load_model(config: ModelConfig, console: Console) -> LoadedModel:
-    """The model in fp32 (or bf16 for pure_bf16) on the device asked for; prints what there is to say about
-    it.
+
+def load_model(
+    config: ModelConfig,
+    console: Console,
+    *,
+    lora: LoRAConfig = NO_LORA,
+    seed: int = 0,
+    given: LoadedModel | None = None,
+) -> LoadedModel:
+    """The model on the device asked for, with the adapter that ``lora`` asks for; prints what there is to say
+    about it. In fp32, or in bf16 where nothing is lost by it. ``given`` stands in for ``config.name``.
     """
-    device = choose_device(config.device)
-    dtype = torch.bfloat16 if config.precision == "pure_bf16" else torch.float32
-    loaded = load(config.name, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    check_adapter(lora)
+    if given is None:
+        device = choose_device(config.device)
+        dtype = _dtype(config, lora)
+        loaded = load(config.name, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    else:
+        loaded = given
+        if config.precision == "fp32":
+            set_dtype(loaded.model, torch.float32)
+    if lora.adapter:
+        loaded = with_adapter(loaded, lora.adapter)
+    if lora.r:
+        if hasattr(loaded.model, "peft_config"):
+            raise ConfigError(
+                f"lora.r = {lora.r}, but {loaded.name} has an adapter already, with a rank of its own. Leave "
+                "lora.r out to train that one, or give its base as the model."
+            )
+        loaded = replace(loaded, model=attach(loaded.model, lora, base=loaded.name, seed=seed))
     for note in loaded.notes:
         console.note(note)
     if config.precision == "pure_bf16":
@@ -35,9 +65,17 @@ def load_model(config: ModelConfig, console: Console) -> LoadedModel:
     return loaded
 
 
+def _dtype(config: ModelConfig, lora: LoRAConfig) -> torch.dtype:
+    """What the weights are read as: the base of an adapter needs no masters."""
+    has_adapter = lora.r or lora.adapter or (Path(config.name).expanduser() / ADAPTER_CONFIG).is_file()
+    frozen_bf16 = config.precision == "bf16" and has_adapter
+    return torch.bfloat16 if config.precision == "pure_bf16" or frozen_bf16 else torch.float32
+
+
 def make_policy(
     loaded: LoadedModel, config: ModelConfig, optimizer: OptimizerConfig, *, total_updates: int
 ) -> Policy:
+    """What trains ``loaded.model``, or the adapter on it."""
     return Policy(
         loaded.model,
         loaded.processor or loaded.tokenizer,
@@ -53,7 +91,7 @@ def make_engine(policy: Policy, loaded: LoadedModel, console: Console) -> Engine
     if isinstance(policy.scorer, FlatScorer):
         return NativeEngine(policy, stop_token_ids=loaded.stop_token_ids)
     console.note(
-        f"{type(loaded.model).__name__} mixes tokens by other means than attention, or by its own: it runs "
+        f"{type(policy.model).__name__} mixes tokens by other means than attention, or by its own: it runs "
         "full padded rows and transformers' generate. Right, but slower; prompts are not shared."
     )
     return HFEngine(policy, stop_token_ids=loaded.stop_token_ids)
@@ -72,6 +110,36 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device is '{name}', but torch sees no CUDA device here. Use auto or cpu.")
     return device
+
+
+def load_table(given: Any, data: DataConfig, console: Console) -> Rows:
+    """``given`` (see `load_rows`) with the gold answers where ``data.gold`` says; what was dropped is
+    printed.
+    """
+    try:
+        rows = load_rows(given, split=data.split)
+    except DataError as error:
+        if given != gsm8k.HUB_ID:
+            raise
+        raise DataError(
+            "--task gsm8k was given no --data, so the hub was asked, and it did not answer. Give the file: "
+            f"--data train.jsonl, rows with a question and an answer that ends in #### 72. {error}"
+        ) from error
+    if data.gold:
+        rows, notices = with_gold(rows, data.gold, no_gold=data.no_gold)
+        for notice in notices:
+            console.note(notice)
+    return rows
+
+
+def refuse_gold(data: DataConfig) -> None:
+    """ConfigError where a command that scores nothing is given a gold answer."""
+    for option, value, unset in (("task", data.task, "none"), ("gold", data.gold, "")):
+        if value != unset:
+            raise ConfigError(
+                f"data.{option} = {value!r} belongs to commands that sample and score; SFT imitates the "
+                f"column data.completion_column = {data.completion_column!r}. Leave it out."
+            )
 
 
 def fitting_prompts(

@@ -1,30 +1,34 @@
 """Frozen dataclasses, one file per loop."""
 
-from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig
+from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig, SelectConfig
 from razona.config.common import (
     BUNDLED_MODEL,
     DataConfig,
     EvalConfig,
+    LoRAConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
 )
-from razona.config.grpo import GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
+from razona.config.grpo import DifficultyConfig, GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
 from razona.config.sft import SFTConfig
 
 __all__ = [
     "BUNDLED_MODEL",
     "DataConfig",
     "DemoConfig",
+    "DifficultyConfig",
     "EvalConfig",
     "EvaluateConfig",
     "GRPOConfig",
     "GenerateConfig",
     "ImportanceConfig",
+    "LoRAConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "RefillConfig",
     "RunConfig",
     "SFTConfig",
+    "SelectConfig",
 ]

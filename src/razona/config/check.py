@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from razona.config.commands import GenerateConfig
-from razona.config.common import EvalConfig
+from razona.config.common import EvalConfig, LoRAConfig
 from razona.config.grpo import GRPOConfig
 from razona.errors import ConfigError, nearest
 
@@ -26,6 +26,8 @@ _REASONS = {
 
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "model.name": ("not empty", bool),
+    "lora.r": ("at least 0 (0: no adapter)", lambda v: v >= 0),
+    "lora.alpha": ("at least 1", lambda v: v >= 1),
     "data.max_prompt_length": ("at least 1", lambda v: v is None or v >= 1),
     "sampling.group_size": ("at least 1", lambda v: v >= 1),
     "sampling.max_completion_length": ("at least 1", lambda v: v >= 1),
@@ -43,6 +45,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "objective.refill.max_rounds": ("at least 1", lambda v: v >= 1),
     "objective.importance.low": ("at least 0 and at most 1, the ratio of equals", lambda v: 0 <= v <= 1),
     "objective.importance.high": ("at least 1, the ratio of equals", lambda v: v >= 1),
+    "objective.difficulty.min_pass_rate": ("at least 0 and at most 1", lambda v: 0 <= v <= 1),
+    "objective.difficulty.max_pass_rate": ("at least 0 and at most 1", lambda v: 0 <= v <= 1),
+    "objective.difficulty.filter_every": ("at least 0 (0: only before step 1)", lambda v: v >= 0),
+    "objective.difficulty.filter_samples": ("at least 2", lambda v: v >= 2),
     "optimizer.learning_rate": ("at least 0", lambda v: v >= 0),
     "optimizer.warmup_steps": ("at least 0", lambda v: v >= 0),
     "optimizer.betas": ("two numbers, at least 0 and below 1", lambda v: all(0 <= b < 1 for b in v)),
@@ -68,6 +74,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rows_per_step": ("at least 1", lambda v: v >= 1),
     "max_length": ("at least 2: a prompt token and a token to learn", lambda v: v >= 2),
     "num_prompts": ("at least 0 (0: all)", lambda v: v >= 0),
+    "prompts_per_chunk": ("at least 1", lambda v: v >= 1),
     "seed": ("at least 0", lambda v: v >= 0),
     "cold_start_steps": ("at least 1", lambda v: v >= 1),
     "grpo_steps": ("at least 1", lambda v: v >= 1),
@@ -91,6 +98,12 @@ def validate(config: Any, *, eval_rows: bool | None = None) -> None:
         raise ConfigError(
             f"prompts ({len(config.prompts)}) and data.path = {config.data.path!r} are both given, and one "
             "would be left out. Give --prompt or --data."
+        )
+    lora = getattr(config, "lora", None)
+    if lora and lora.r and lora.adapter:
+        raise ConfigError(
+            f"lora.r = {lora.r} and lora.adapter = {lora.adapter!r}: a fresh adapter, and one that has its "
+            "own rank. Give one of them."
         )
     evaluation, run, optimizer = (getattr(config, name, None) for name in ("eval", "run", "optimizer"))
     if evaluation and evaluation.temperature == 0 and evaluation.samples > 1:
@@ -175,6 +188,16 @@ def _check_no_evaluation(config: EvalConfig) -> None:
         raise ConfigError(
             f"{' and '.join(given)}: but eval.data is empty, nothing to evaluate on. "
             "Give --eval-data FILE, or eval_rows from Python."
+        )
+
+
+def check_adapter(config: LoRAConfig) -> None:
+    """ConfigError for options of a fresh adapter where none is made: they would be ignored."""
+    given = {name: getattr(config, name) for name in ("alpha", "rslora", "target_modules")}
+    ignored = [f"lora.{name} = {v!r}" for name, v in given.items() if v != getattr(LoRAConfig, name)]
+    if ignored and not config.r:
+        raise ConfigError(
+            f"{' and '.join(ignored)}: but lora.r is 0, no fresh adapter to make. Give --lora.r 16."
         )
 
 

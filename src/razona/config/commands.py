@@ -1,10 +1,11 @@
-"""Options of the commands that train nothing of the user's: generate, eval, demo."""
+"""Options of the commands that train nothing of the user's: generate, eval, select, demo."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from razona.config.common import DataConfig, ModelConfig
+from razona.config.common import DataConfig, ModelConfig, resumable
 from razona.types import Sampling
 
 
@@ -40,6 +41,33 @@ class EvaluateConfig:
     """A .jsonl file for completions and scores, not there yet; empty: none is written."""
     reward_timeout: float = 60.0
     """Seconds a reward function may take per call."""
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """Keep the rows of a data set whose prompts the model answers right neither always nor never."""
+
+    SHORT_FLAGS: ClassVar[dict[str, str]] = {"--samples": "--sampling.group-size", "--out": "--output"}
+
+    by: tuple[str, str] = resumable(("pass-rate", "0.2..0.8"))
+    """What to select by, and the range that is kept, bounds included."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(shuffle=False))
+    reward: str = "exact_answer"
+    """The reward function that says what passes: a built-in one, or path/to/file.py:function."""
+    pass_above: float = 0.0
+    """A completion passes when the reward is above this."""
+    sampling: Sampling = field(default_factory=Sampling)
+    num_prompts: int = 0
+    """Rows of the data set to use, the first ones or, with data.shuffle, any; 0: all."""
+    seed: int = 0
+    output: str = resumable("")
+    """A .jsonl file for the rows that are kept. What is measured goes to OUTPUT.rates.jsonl on the way, from
+    which a second start goes on."""
+    prompts_per_chunk: int = resumable(32)
+    """Prompts sampled between two writes."""
+    reward_timeout: float = resumable(60.0)
+    """Seconds the reward function may take per call."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class ModelConfig:
     """Which model, and in which numbers it computes."""
 
     name: str = BUNDLED_MODEL
-    """A hub id, a folder, a .gguf file, or the bundled default."""
+    """A hub id, a folder (of a model, or of a LoRA adapter), a .gguf file, or the bundled default."""
     precision: Literal["bf16", "fp32", "pure_bf16"] = "bf16"
     """bf16: bf16 compute with fp32 masters. fp32: everything. pure_bf16: small updates are rounded away."""
     device: str = "auto"
@@ -33,11 +33,31 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """A low-rank adapter that is trained instead of the model's own weights."""
+
+    r: int = 0
+    """Rank of a fresh adapter; 0: none, every weight is trained. A good learning rate is about 10 times that
+    of full training."""
+    alpha: int = 32
+    """The adapter's product is scaled by alpha / r."""
+    rslora: bool = False
+    """Scaled by alpha / sqrt(r) instead."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one; empty: all of the decoder but the head."""
+    adapter: str = ""
+    """An adapter folder to go on with, on model.name as its base; the reference is then the adapter as it is
+    there. A model.name that is such a folder says the same, with the base it was trained on."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where rows come from and how they become prompts."""
 
     path: str = ""
     """A .jsonl, .json, .csv or .parquet file, or a hub id."""
+    task: Literal["none", "gsm8k"] = "none"
+    """A task fills in what is left out: path, prompt_column, gold, system, and the rewards."""
     split: str = "train"
     """Split of a hub data set."""
     prompt_column: str = "prompt"
@@ -46,6 +66,11 @@ class DataConfig:
     """Column that holds the answer to imitate (SFT only)."""
     rename: dict[str, str] = field(default_factory=dict)
     """Columns to rename before use, old=new, so that they fit a reward function's parameters."""
+    gold: str = ""
+    """Where the gold answer is: answer:after('####') makes it the column answer, before any renaming; put
+    NAME= in front for another column, :number behind for 1,234 as 1234."""
+    no_gold: Literal["drop", "error"] = "error"
+    """What happens to a row without a gold answer; drops are counted and printed."""
     system: str | None = None
     """System prompt put before every prompt; it makes string prompts conversational."""
     max_prompt_length: int | None = None

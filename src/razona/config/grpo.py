@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from razona.config.common import DataConfig, EvalConfig, ModelConfig, OptimizerConfig, RunConfig
+from razona.config.common import DataConfig, EvalConfig, LoRAConfig, ModelConfig, OptimizerConfig, RunConfig
 from razona.types import Sampling
 
 
@@ -38,6 +38,24 @@ class RefillConfig:
 
 
 @dataclass(frozen=True)
+class DifficultyConfig:
+    """Train on prompts of middle difficulty only: where completions pass neither always nor never."""
+
+    min_pass_rate: float = 0.0
+    """Prompts whose completions pass less often are left out."""
+    max_pass_rate: float = 1.0
+    """Prompts whose completions pass more often are left out."""
+    filter_every: int = 0
+    """Steps between measurements of all prompts, the first before step 1; 0: only that one."""
+    filter_samples: int = 8
+    """Completions per prompt and measurement."""
+    pass_reward: str = ""
+    """Name of the reward function that says what passes; empty: the only one, or exact_answer."""
+    pass_above: float = 0.0
+    """A completion passes when that reward is above this."""
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """Which objective, and where it departs from its paper."""
 
@@ -66,6 +84,7 @@ class ObjectiveConfig:
     (DAPO's soft overlong punishment); 0: none."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     refill: RefillConfig = field(default_factory=RefillConfig)
+    difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""
 
@@ -75,6 +94,7 @@ class GRPOConfig:
     """Everything a GRPO run is decided by."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rewards: tuple[str, ...] = ()
     """format, exact_answer, length, or path/to/file.py:function, or package.module:function."""

@@ -25,10 +25,15 @@ SHORT_FLAGS = {
     "--model": "--model.name",
     "--device": "--model.device",
     "--data": "--data.path",
+    "--task": "--data.task",
     "--prompt-column": "--data.prompt-column",
+    "--gold": "--data.gold",
     "--system": "--data.system",
     "--eval-data": "--eval.data",
     "--objective": "--objective.name",
+    "--min-pass-rate": "--objective.difficulty.min-pass-rate",
+    "--max-pass-rate": "--objective.difficulty.max-pass-rate",
+    "--filter-every": "--objective.difficulty.filter-every",
     "--group-size": "--sampling.group-size",
     "--max-completion-length": "--sampling.max-completion-length",
     "--temperature": "--sampling.temperature",
@@ -135,7 +140,7 @@ def _parse_flags(config: C, args: Sequence[str], prog: str | None) -> C:
     flags = {f"--{name.replace('_', '-')}": hint for name, hint in _fields(config)}
     shorts = {
         short: long
-        for short, long in {**SHORT_FLAGS, **SINGULAR}.items()
+        for short, long in {**SHORT_FLAGS, **SINGULAR, **getattr(config, "SHORT_FLAGS", {})}.items()
         if long in flags and short not in flags
     }
     spellings = ", ".join(f"{short} = {long}" for short, long in shorts.items())

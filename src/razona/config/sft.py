@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from razona.config.common import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from razona.config.common import DataConfig, LoRAConfig, ModelConfig, OptimizerConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,7 @@ class SFTConfig:
     """Everything an SFT run is decided by."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
     run: RunConfig = field(default_factory=RunConfig)

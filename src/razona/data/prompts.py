@@ -63,7 +63,7 @@ def build_prompts(
         ids = encode(tokenizer, text, as_written=conversational)
         lengths.append(len(ids))
         if limit is None or len(ids) <= limit:
-            prompts.append(Prompt(id=i, input=given, token_ids=tuple(ids), columns=rows[i]))
+            prompts.append(Prompt(rows.number(i), given, tuple(ids), rows[i]))
         elif data.too_long == "error":
             raise DataError(
                 f"{rows.where(i)}: its prompt has {len(ids)} tokens and {limit} are allowed. Shorten it, "

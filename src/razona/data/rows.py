@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Rows:
     columns: tuple[str, ...]
     fingerprint: str
     _rows: tuple[dict[str, Any], ...]
+    _numbers: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
@@ -69,7 +70,16 @@ class Rows:
                     f"Rename the other one too, for example {column}=old_{column}."
                 )
         rows = tuple({rename.get(c, c): v for c, v in row.items()} for row in self._rows)
-        return Rows(self.name, columns, self.fingerprint, rows)
+        return Rows(self.name, columns, self.fingerprint, rows, self._numbers)
+
+    def with_rows(self, rows: Sequence[tuple[int, dict[str, Any]]]) -> Rows:
+        """Numbered rows in place of these, all with the same columns; name and fingerprint stay."""
+        numbers, contents = zip(*rows, strict=True)
+        return Rows(self.name, tuple(contents[0]), self.fingerprint, contents, numbers)
+
+    def number(self, index: int) -> int:
+        """Which row of the data set the one at ``index`` was, before others were dropped."""
+        return index if self._numbers is None else self._numbers[index]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,7 +95,7 @@ class Rows:
 
     def where(self, index: int) -> str:
         """How errors name a row."""
-        return f"{self.name}, row {index} (the first is 0)"
+        return f"{self.name}, row {self.number(index)} (the first is 0)"
 
 
 def load_rows(data: Any, *, split: str = "train") -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from razona.chat import chat_text
+from razona.chat import chat_text, tokenizer_of
 from razona.errors import ModelError
+from razona.models.lora import CONFIG, FOUND_BY, base_of, load_adapter
 from razona.models.multimodal import frozen_note, processor_in, set_dtype
 from razona.models.resolve import Source, resolve
 
@@ -30,10 +31,11 @@ from razona.models.resolve import Source, resolve
 class LoadedModel:
     """A model in eval mode, its tokenizer, lines to print, and the ids that end a completion, sorted.
 
-    ``processor`` is what is saved with the model: the one that the tokenizer is part of, or None for itself.
+    With an adapter, ``model`` is a `peft.PeftModel`. ``processor`` is what is saved with the model: the one
+    that the tokenizer is part of, or None for the tokenizer itself.
     """
 
-    model: PreTrainedModel
+    model: Any
     tokenizer: Any
     name: str
     notes: tuple[str, ...]
@@ -44,12 +46,23 @@ class LoadedModel:
 def load(
     name: str, *, dtype: torch.dtype, device: str | torch.device = "cpu", trust_remote_code: bool = False
 ) -> LoadedModel:
-    """Load a hub id, a folder, a .gguf file or the bundled default, with all dropout off.
+    """Load a hub id, a folder, a .gguf file or the bundled default, with all dropout off. A folder with a
+    LoRA adapter is loaded on its base.
 
     Raises ModelError when the name leads nowhere, when weights are missing, pickled or quantized, and when
     the model is not a decoder.
     """
     source = resolve(name, trust_remote_code=trust_remote_code)
+    if source.is_adapter:
+        base = base_of(source.path)
+        try:
+            loaded = load(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except ModelError as error:
+            raise ModelError(
+                f"{name} is an adapter for '{base}', which cannot be loaded: {error} If the base lies "
+                f"elsewhere, give {FOUND_BY}."
+            ) from error
+        return with_adapter(loaded, name)
     try:
         with _quiet(), _gguf_read_once() if source.is_gguf else contextlib.nullcontext():
             config, tokenizer = _config_and_tokenizer(source, trust_remote_code)
@@ -65,15 +78,54 @@ def load(
         raise
     except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
         raise ModelError(f"'{name}' ({source.path}) cannot be loaded: {error}") from error
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    return _ready(model.to(device), tokenizer, name, notes, processor)
+
+
+def hand_in(model: Any, tokenizer: Any, name: str = "handed in") -> LoadedModel:
+    """A transformers model or a `peft.PeftModel` that is there already, with all dropout off. ``tokenizer``
+    may be a processor. ModelError for what is no decoder or has quantized weights.
+    """
+    _check_config(name, model.config)
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    notes = [*_no_dropout(model.config), *frozen_note(name, inner)]
+    return _ready(model, tokenizer_of(tokenizer), name, notes, tokenizer)
+
+
+def _ready(model: Any, tokenizer: Any, name: str, notes: Sequence[str], processor: Any) -> LoadedModel:
+    """Dropout off, a pad token, the stop tokens known."""
+    dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+    if dropouts:
+        notes = [*notes, f"Dropout is off in every pass ({len(dropouts)} layers had {dropouts[0].p:g})."]
+    for module in dropouts:
+        module.p = 0.0
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     stops = stop_token_ids(model, tokenizer)
     if not stops:
-        notes.append(f"{name}: no token ends a completion; every one will have max_completion_length tokens.")
-    return LoadedModel(model.to(device).eval(), tokenizer, name, tuple(notes), stops, processor)
+        notes = [
+            *notes,
+            f"{name}: no token ends a completion; every one will have max_completion_length tokens.",
+        ]
+    return LoadedModel(model.eval(), tokenizer, name, tuple(notes), stops, processor)
+
+
+def with_adapter(loaded: LoadedModel, name: str) -> LoadedModel:
+    """The same with the LoRA adapter ``name`` on it, and the adapter's tokenizer where it has one. Raises
+    ModelError where there is no adapter or it does not fit.
+    """
+    source = resolve(name)
+    if not source.is_adapter:
+        raise ModelError(f"{name} is no adapter: it has no {CONFIG}. To train a model, give it as --model.")
+    if hasattr(loaded.model, "peft_config"):
+        raise ModelError(f"{loaded.name} is an adapter already, and {name} a second one. Give one of them.")
+    base_of(source.path)  # refuses what is no LoRA
+    with _quiet():
+        wrapped = load_adapter(loaded.model, source.path)
+        own = (source.path / "tokenizer_config.json").is_file()
+        tokenizer = AutoTokenizer.from_pretrained(str(source.path)) if own else loaded.tokenizer
+    processor = processor_in(source.path, tokenizer, base=loaded.processor) if own else loaded.processor
+    notes = [*loaded.notes, f"{name}: a LoRA adapter on {loaded.name}."]
+    return _ready(wrapped, tokenizer, name, notes, processor)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

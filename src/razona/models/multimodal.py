@@ -80,11 +80,14 @@ class FolderProcessor:
             (Path(folder) / name).write_bytes(content)
 
 
-def processor_in(folder: Path, tokenizer: Any) -> Any:
+def processor_in(folder: Path, tokenizer: Any, *, base: Any = None) -> Any:
     """The processor that ``tokenizer`` is part of in ``folder``, or the tokenizer itself. A chat template
-    that only the processor has becomes the tokenizer's too.
+    that only the processor has becomes the tokenizer's too. Files that an adapter's folder lacks are those
+    of the ``base`` model's processor.
     """
     files = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
+    if isinstance(base, FolderProcessor):
+        files = base.files | files
     if not files:
         return tokenizer
     if not tokenizer.chat_template and "chat_template.json" in files:

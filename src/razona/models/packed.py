@@ -2,17 +2,21 @@
 
 A decode step multiplies few rows, and the kernel spends half its time re-ordering each weight matrix. Blocked
 once per rollout instead, the same product takes half the time and gives the same bits (two rows or more).
-Layers that read the same input are blocked as one.
+Layers that read the same input are blocked as one. A LoRA layer's product is added to its base layer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from razona.models.lora import LoraForward
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -25,27 +29,54 @@ def packed_linears(model: nn.Module, rows: int, *, join: bool) -> Iterator[None]
 
     The copies are gone afterwards: weights that an optimizer changes would leave them behind.
     """
-    patched: list[tuple[nn.Module, str]] = []
+    patched: list[tuple[nn.Module, str, Any]] = []
 
-    def patch(module: nn.Module, name: str, linears: Sequence[nn.Linear]) -> None:
-        module.__dict__[name] = _packed(linears, rows)  # an attribute of the instance, before its class's own
-        patched.append((module, name))
+    def patch(module: nn.Module, name: str, layers: Sequence[_Layer]) -> None:
+        patched.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = _packed(layers, rows)  # an attribute of the instance, before its class's own
 
-    together: set[object] = set()
+    done: set[object] = set()
     for module in model.modules():
         for names in (QKV, GATE_UP) if join else ():
-            parts: list[Any] = [getattr(module, name, None) for name in names]
-            if all(_packable(part) for part in parts):
-                patch(module, _attribute(names), parts)
-                together.update(parts)
+            parts = [_layer(getattr(module, name, None)) for name in names]
+            layers = [part for part in parts if part is not None]
+            if len(layers) == len(parts):
+                patch(module, _attribute(names), layers)
+                done.update(part for layer in layers for part in layer.parts)
     for module in model.modules():
-        if _packable(module) and module not in together:
-            patch(module, "forward", [module])  # type: ignore[list-item]
+        layer = _layer(module)
+        if layer is not None and done.isdisjoint(layer.parts):
+            patch(module, "forward", [layer])
+            done.update(layer.parts)
     try:
         yield
     finally:
-        for module, name in patched:
+        for module, name, former in patched:
             del module.__dict__[name]
+            if former is not None:
+                module.__dict__[name] = former
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer to pack, and the LoRA that is on it."""
+
+    linear: nn.Linear
+    lora: LoraForward | None
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """The modules that need no packing of their own then."""
+        return (self.linear,) if self.lora is None else (self.linear, self.lora.a, self.lora.b)
+
+
+def _layer(module: object) -> _Layer | None:
+    """``module`` as a layer to pack; None where it is none."""
+    lora = getattr(module, "__dict__", {}).get("forward")
+    if isinstance(lora, LoraForward):
+        base = lora.layer.base_layer
+        return _Layer(base, lora if lora.is_on else None) if _packable(base) else None
+    return _Layer(module, None) if _packable(module) else None
 
 
 def joined(module: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
@@ -60,7 +91,7 @@ def _attribute(names: tuple[str, ...]) -> str:
     return "packed_" + "_".join(names)
 
 
-def _packable(module: object) -> bool:
+def _packable(module: object) -> TypeGuard[nn.Linear]:
     return (
         type(module) is nn.Linear
         and module.weight.device.type == "cpu"
@@ -69,16 +100,30 @@ def _packable(module: object) -> bool:
     )
 
 
-def _packed(linears: Sequence[nn.Linear], rows: int) -> Callable[[Tensor], Tensor]:
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+def _packed(layers: Sequence[_Layer], rows: int) -> Callable[[Tensor], Tensor]:
+    """The layers' outputs side by side. The A of every LoRA is one more block of the same product."""
+    linears = [layer.linear for layer in layers]
+    ends = [*accumulate(linear.out_features for linear in linears)]
+    width, blocks, loras = ends[-1], [linear.weight.detach() for linear in linears], []
+    for layer, end in zip(layers, ends, strict=True):
+        if layer.lora is not None:
+            a, b = (weight.detach() for weight in layer.lora.weights())
+            start = sum(map(len, blocks))
+            low, columns = slice(start, start + len(a)), slice(end - layer.linear.out_features, end)
+            loras.append((layer.lora, low, b, columns))
+            blocks.append(a)
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(blocks), rows)
     bias = None
     if any(linear.bias is not None for linear in linears):
-        bias = torch.cat([_bias(linear) for linear in linears])
+        zeros = linears[0].weight.new_zeros(sum(map(len, blocks)) - width)
+        bias = torch.cat([*(_bias(linear) for linear in linears), zeros])
     apply = torch.ops.mkldnn._linear_pointwise
 
     def forward(x: Tensor) -> Tensor:
-        return apply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        out: Tensor = apply(x, weight, bias, "none", [], "")
+        for lora, low, b, columns in loras:
+            out[..., columns] += lora.product(out[..., low], b)
+        return out[..., :width]
 
     return forward
 

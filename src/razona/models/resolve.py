@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,9 +27,15 @@ NAMES_THAT_WORK = (
 T = TypeVar("T")
 
 
+class HubSilent(ModelError):
+    """A hub id whose files are not here, and there is no hub to ask: switched off, or out of reach."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A folder with config.json and safetensors, or a .gguf file; ``notes`` are lines to print."""
+    """A folder with config.json and safetensors, a LoRA adapter's folder, or a .gguf file; ``notes`` are
+    lines to print.
+    """
 
     path: Path
     notes: tuple[str, ...] = ()
@@ -37,6 +43,10 @@ class Source:
     @property
     def is_gguf(self) -> bool:
         return self.path.suffix == ".gguf"
+
+    @property
+    def is_adapter(self) -> bool:
+        return _is_adapter({file.name for file in self.path.iterdir()}) if self.path.is_dir() else False
 
 
 def resolve(name: str, *, trust_remote_code: bool = False) -> Source:
@@ -62,7 +72,8 @@ def resolve(name: str, *, trust_remote_code: bool = False) -> Source:
     except _HubUnavailable as error:
         if name == BUNDLED_MODEL:
             return _bundled(str(error))
-        raise ModelError(
+        kind = HubSilent if error.silent else ModelError
+        raise kind(
             f"'{name}' is not in the local hub cache, and {error}. {NAMES_THAT_WORK}"
         ) from error.__cause__
 
@@ -86,7 +97,11 @@ def bundled_gguf() -> Path | None:
 
 
 class _HubUnavailable(Exception):
-    """The hub gave no answer, or not this model; the text says which and follows 'and'."""
+    """The hub gave no answer (``silent``), or not this model; the text says which and follows 'and'."""
+
+    def __init__(self, text: str, *, silent: bool = False) -> None:
+        super().__init__(text)
+        self.silent = silent
 
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
@@ -101,7 +116,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
         patterns = [*HUB_FILES, *(["*.py"] if trust_remote_code else [])]
         return _check_folder(Path(snapshot_download(name, allow_patterns=patterns)))
     except OfflineModeIsEnabled as error:
-        raise _HubUnavailable("the hub is switched off (HF_HUB_OFFLINE is set)") from error
+        raise _HubUnavailable("the hub is switched off (HF_HUB_OFFLINE is set)", silent=True) from error
     except RepositoryNotFoundError as error:
         raise _HubUnavailable(
             "the hub has no such model, or not for you (log in with `hf auth login`)"
@@ -113,7 +128,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     except (
         Exception
     ) as error:  # whichever HTTP client is below: no route, no name, a time-out, a broken proxy
-        raise _HubUnavailable(f"the hub cannot be reached ({_first_line(error)})") from error
+        raise _HubUnavailable(f"the hub cannot be reached ({_first_line(error)})", silent=True) from error
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
@@ -147,16 +162,16 @@ def _bundled(reason: str) -> Source:
 
 
 def _check_folder(folder: Path) -> Path:
-    """``folder`` itself, or the .gguf file that is all it holds; ModelError when it cannot be loaded."""
+    """``folder`` itself (a model's or an adapter's), or the .gguf file that is all it holds; ModelError when
+    it cannot be loaded.
+    """
     files = sorted(file.name for file in folder.iterdir())
+    if _is_adapter(files):
+        return folder
     if "config.json" not in files:
         ggufs = [file for file in files if file.endswith(".gguf")]
         if len(ggufs) == 1:
             return folder / ggufs[0]
-        if "adapter_config.json" in files:
-            raise ModelError(
-                f"{folder} holds a LoRA adapter, not a model. Merge it into its base model first."
-            )
         what = (
             f"several .gguf files ({', '.join(ggufs)}): name one" if ggufs else "no config.json: not a model"
         )
@@ -176,6 +191,11 @@ def _check_folder(folder: Path) -> Path:
         if missing:
             raise ModelError(f"The folder {folder} lacks {', '.join(missing)}. Download or copy it again.")
     return folder
+
+
+def _is_adapter(files: Collection[str]) -> bool:
+    """Whether a folder with these files is a peft adapter: some have their model's config.json too."""
+    return "adapter_config.json" in files and not any(file.startswith("model") for file in files)
 
 
 def _no_safetensors(name: str, files: list[str]) -> str:

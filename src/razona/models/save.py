@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,26 @@ def save(
     and declares the widest of them: plain loading then rounds none. A model that is
     already there is replaced; a folder that holds something else is refused (ModelError).
     """
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    with replacing(folder) as new:
+        try:
+            model.save_pretrained(new, state_dict=None if dtype is None else _cast(model.state_dict(), dtype))
+            tokenizer.save_pretrained(new)
+        finally:
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} if dtype is None else {dtype}
+        if dtype is not None or len(dtypes) > 1:
+            _declare_dtype(new / "config.json", functools.reduce(torch.promote_types, dtypes))
+    return Path(folder).expanduser().absolute()
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """A path to make a folder at, which then takes the place of ``folder``; on an error nothing does.
+    ModelError where ``folder`` holds something else than a model or an adapter.
+    """
     target = Path(folder).expanduser().absolute()
     if target.exists() and not (target.is_dir() and _may_replace(target)):
         raise ModelError(f"{target} exists and is not a model. Give another folder, or remove it first.")
@@ -33,27 +55,17 @@ def save(
     new, old = (target.with_name(f".{target.name}.{what}") for what in ("new", "old"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model.save_pretrained(new, state_dict=None if dtype is None else _cast(model.state_dict(), dtype))
-        tokenizer.save_pretrained(new)
-    finally:
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} if dtype is None else {dtype}
-    if dtype is not None or len(dtypes) > 1:
-        _declare_dtype(new / "config.json", functools.reduce(torch.promote_types, dtypes))
+    yield new
     _flush(new)
     if target.exists():
         os.rename(target, old)
     os.rename(new, target)
     shutil.rmtree(old, ignore_errors=True)
-    return target
 
 
 def _may_replace(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or not any(folder.iterdir())
+    models = ("config.json", "adapter_config.json")
+    return any((folder / name).is_file() for name in models) or not any(folder.iterdir())
 
 
 def _cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from razona.batch import Batch
 from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
 from razona.models.lean import LLAMA_SHAPED, TokenLayout, decode_step, lighten
+from razona.models.lora import lighten_adapters
 from razona.models.multimodal import language_model
 
 
@@ -39,6 +40,7 @@ class FlatScorer(nn.Module):
         ours = type(text).__module__.startswith("transformers.models.")
         self.lean = ours and text.config.model_type in LLAMA_SHAPED
         lighten(text)
+        lighten_adapters(text)
 
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is

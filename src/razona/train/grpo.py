@@ -17,7 +17,8 @@ from razona.batch import collate, needed
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.console import Console
-from razona.data import PromptSource, Rows, load_rows
+from razona.data import PromptSource, Rows
+from razona.difficulty import make_source, refilter
 from razona.evaluate import Evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
@@ -30,8 +31,10 @@ from razona.progress import (
     GO_ON,
     FlatNote,
     Interrupt,
+    OnStep,
     Progress,
     finish,
+    keep_going,
     keeping_the_weights,
     open_run,
     restore,
@@ -39,7 +42,8 @@ from razona.progress import (
 )
 from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
 from razona.rollout import Refill, collect
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy, overlap_note
+from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy, overlap_note
+from razona.tasks import with_task
 from razona.types import Engine, Prompt
 
 NOTHING_TRAINED = (
@@ -61,6 +65,7 @@ class Parts:
     evaluator: Evaluator | None
     log: RunFolder
     progress: Progress
+    on_step: OnStep = keep_going
 
     @property
     def state(self) -> dict[str, Any]:
@@ -89,6 +94,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
         for step in range(progress.step, config.run.num_steps):
             # Sample and score.
             engine.load_weights(policy, version=step)
+            filtered = refilter(parts.source, engine, step, phases)  # prompts too easy or too hard by now
             groups, rewards, refilled = collect(
                 engine,
                 parts.source,
@@ -146,7 +152,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
             metrics = (
-                rollout_metrics(groups, rewards, parts.rewards)
+                filtered
+                | rollout_metrics(groups, rewards, parts.rewards)
                 | refilled
                 | meter.metrics()
                 | {"lr": learning_rate}
@@ -174,7 +181,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
-            stopping = last or interrupt.wanted  # asked once: what stops here is saved here
+            stopping = parts.on_step(step + 1, metrics, records) or last or interrupt.wanted  # and so saved
             seconds = phases.pop()
             parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
             if stopping or progress.is_best or _due(step + 1, config.run.save_every):
@@ -201,27 +208,29 @@ def run(
     reward_fns: Sequence[RewardSpec] = (),
     eval_reward_fns: Sequence[RewardSpec] = (),
     objective: Objective | None = None,
+    model: LoadedModel | None = None,
+    on_step: OnStep = keep_going,
     go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
-    for ``config.rewards``, ``objective`` for ``config.objective``. ``dry_run`` stops before anything is
-    written; ``go_on`` is what to say when the run was interrupted.
+    for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.hand_in`)
+    for ``config.model.name``. ``dry_run`` stops before anything is written; ``on_step`` listens, and may stop
+    the run; ``go_on`` is what to say when the run was interrupted.
     """
+    config = with_task(config, own_rewards=bool(reward_fns))
     validate(config, eval_rows=eval_rows is not None)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
-    table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
+    table = load_table(config.data.path if rows is None else rows, config.data, console)
     rewards = training_rewards(config, table, reward_fns)
-    loaded = load_model(config.model, console)
+    loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
-    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-    for notice in (source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices)):
-        if notice:
-            console.note(notice)
+    source = make_source(config, prompts, rewards, console)
+    say(console, source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices))
     held_out = eval_rows if eval_rows is not None else config.eval.data or None
-    held_out = None if held_out is None else load_rows(held_out, split=config.data.split)
+    held_out = None if held_out is None else load_table(held_out, config.data, console)
     evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console, prompts)
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
@@ -233,24 +242,23 @@ def run(
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
 
-    fingerprint = "+".join(data.fingerprint for data in (table, held_out) if data is not None)
-    given = facts(objective, rewards, evaluator)
-    log = open_run(config, console, model=loaded.name, data_fingerprint=fingerprint, **given)
-    parts = Parts(
-        policy=policy,
-        reference=make_reference(config, objective, policy, log),
-        engine=make_engine(policy, loaded, console),
-        source=source,
-        rewards=rewards,
-        refill=refill,
-        evaluator=evaluator,
-        log=log,
-        progress=Progress(),
-    )
+    given = facts(loaded, (table, held_out), objective, rewards, evaluator)
+    log = open_run(config, console, **given)
+    reference, engine = make_reference(config, objective, policy, log), make_engine(policy, loaded, console)
+    parts = Parts(policy, reference, engine, source, rewards, refill, evaluator, log, Progress(), on_step)
     restore(parts.log, parts.state, console)
-    result = train(config, objective, parts, console)
-    policy.save(log.path / "model")
+    try:
+        result = train(config, objective, parts, console)
+        policy.save(log.path / "model")
+    finally:
+        policy.release()
     return finish(log, parts.progress, result, console, go_on=go_on)
+
+
+def say(console: Console, *notices: str | None) -> None:
+    """Prints those that are there."""
+    for notice in filter(None, notices):
+        console.note(notice)
 
 
 def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:
@@ -319,11 +327,17 @@ def make_evaluator(
 
 
 def facts(
-    objective: Objective, rewards: Sequence[BoundReward], evaluator: Evaluator | None
+    loaded: LoadedModel,
+    tables: Sequence[Rows | None],
+    objective: Objective,
+    rewards: Sequence[BoundReward],
+    evaluator: Evaluator | None,
 ) -> dict[str, Any]:
     """What may have been given from Python, as far as it can be written down and compared on resume."""
     judges = evaluator.rewards if evaluator else ()
     return {
+        "model": loaded.name,
+        "data_fingerprint": "+".join(rows.fingerprint for rows in tables if rows is not None),
         "objective": objective.facts,
         "rewards": {b.name: b.weight for b in rewards},
         "eval_rewards": {b.name: b.weight for b in judges},

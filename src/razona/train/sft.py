@@ -14,17 +14,20 @@ from razona.data import Demonstration, PromptSource, build_demonstrations, load_
 from razona.log import Phases, RunFolder
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
+from razona.models import LoadedModel
 from razona.policy import Policy, finite
 from razona.progress import (
     Interrupt,
+    OnStep,
     Progress,
     finish,
+    keep_going,
     keeping_the_weights,
     open_run,
     restore,
     save_run,
 )
-from razona.setup import load_model, make_policy, max_context
+from razona.setup import load_model, make_policy, max_context, refuse_gold
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Parts:
     source: PromptSource[Demonstration]
     log: RunFolder
     progress: Progress
+    on_step: OnStep = keep_going
 
     @property
     def state(self) -> dict[str, Any]:
@@ -61,7 +65,8 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
             seconds = phases.pop()
             parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
             # Asked once: what stops here is saved here.
-            stopping = step + 1 == config.run.num_steps or interrupt.wanted
+            last = step + 1 == config.run.num_steps
+            stopping = parts.on_step(step + 1, metrics, ()) or last or interrupt.wanted
             if stopping or (config.run.save_every and (step + 1) % config.run.save_every == 0):
                 with phases("checkpoint"):
                     save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
@@ -89,17 +94,25 @@ def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dic
 
 
 def run(
-    config: SFTConfig, *, console: Console | None = None, dry_run: bool = False, rows: Any = None
+    config: SFTConfig,
+    *,
+    console: Console | None = None,
+    dry_run: bool = False,
+    rows: Any = None,
+    model: LoadedModel | None = None,
+    on_step: OnStep = keep_going,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona sft`, and the one call from Python.
 
-    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`). ``dry_run`` stops
-    before anything is written.
+    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`), ``model`` (see
+    `razona.models.hand_in`) for ``config.model.name``. ``dry_run`` stops before anything is written;
+    ``on_step`` listens, and may stop the run.
     """
     validate(config)
+    refuse_gold(config.data)
     console = console or Console()
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
-    loaded = load_model(config.model, console)
+    loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
     context = max_context(loaded.model)
     found = build_demonstrations(
         table,
@@ -115,6 +128,8 @@ def run(
         console.note(warning)
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
     trained = sum(sum(d.loss_mask) for d in found.demonstrations)
+    if policy.adapter is not None:
+        console.print(str(policy.adapter))
     console.print(
         f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens (the answers and "
         f"their stop tokens); {config.rows_per_step} rows per step, mean over the trained tokens of a step"
@@ -124,8 +139,11 @@ def run(
         return {"dry_run": True, "demonstrations": len(found.demonstrations)}
 
     log = open_run(config, console, model=loaded.name, data_fingerprint=table.fingerprint)
-    parts = Parts(policy, source, log, Progress())
+    parts = Parts(policy, source, log, Progress(), on_step)
     restore(log, parts.state, console)
-    result = train(config, parts, console)
-    policy.save(log.path / "model")
+    try:
+        result = train(config, parts, console)
+        policy.save(log.path / "model")
+    finally:
+        policy.release()
     return finish(log, parts.progress, result, console)

@@ -1,0 +1,322 @@
+"""Every field of TRL 1.16.0's GRPOConfig and SFTConfig: its default there, and what becomes of it here.
+
+docs/from-trl.md is written from these tables. A field that is "not supported" is refused when it is set to
+anything but its default; its text says what to do instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from razona.errors import ConfigError, nearest
+
+TRL_VERSION = "1.16.0"
+How = Literal["same", "other name", "not needed", "not supported"]
+
+
+class Field(NamedTuple):
+    """``text``: the option's name here and what differs; why it is not needed; or what to do instead."""
+
+    default: Any
+    how: How
+    text: str
+
+
+def same(default: Any, text: str) -> Field:
+    return Field(default, "same", text)
+
+
+def other(default: Any, text: str) -> Field:
+    return Field(default, "other name", text)
+
+
+def moot(default: Any, text: str) -> Field:
+    return Field(default, "not needed", text)
+
+
+def refused(default: Any, text: str) -> Field:
+    return Field(default, "not supported", text)
+
+
+LOADER = "rows are in memory, there is no loader"
+ONE_PROCESS = "one process, one device"
+MORE_GPUS = "razona runs in one process on one device"
+TOKENS = "micro-batches are cut by tokens (tokens_per_microbatch), which bounds memory"
+OTHER_NUMBERS = "leave it out and choose with bf16: True (bf16 compute, fp32 masters) or False (fp32)"
+TRACKERS = "leave it out: log with callbacks=[...], or read trainer.state.log_history or run/metrics.jsonl"
+NO_LABELS = "there are no label tensors"
+RUN_STATE = (
+    "a checkpoint always holds the whole state, which resuming needs; delete OUTPUT_DIR/run to save space"
+)
+
+COMMON: dict[str, Field] = {
+    # Length of the run, batches, learning rate.
+    "output_dir": same(None, "OUTPUT_DIR/run is the run folder; save_model writes to OUTPUT_DIR"),
+    "per_device_train_batch_size": other(8, "prompts_per_step, counted in completions; SFT: rows_per_step"),
+    "num_train_epochs": other(3.0, "run.num_steps, from the number of rows"),
+    "max_steps": other(-1, "run.num_steps: a rollout here is one or more updates there"),
+    "gradient_accumulation_steps": other(1, "times the batch: prompts_per_step, SFT rows_per_step"),
+    "learning_rate": same(5e-5, "optimizer.learning_rate"),
+    "lr_scheduler_type": other("linear", "optimizer.schedule: linear, cosine, constant(_with_warmup)"),
+    "lr_scheduler_kwargs": refused(None, "leave it out: the schedules have no further options"),
+    "warmup_steps": same(0, "optimizer.warmup_steps, below 1 a share; the first update has 1/n, not 0"),
+    "optim": other("adamw_torch_fused", "AdamW, the only one; adamw_torch is the same"),
+    "optim_args": refused(None, "leave it out: set adam_beta1, adam_beta2, adam_epsilon"),
+    "optim_target_modules": refused(None, "leave it out: all trainable weights are updated"),
+    "weight_decay": same(0.0, "optimizer.weight_decay, on every trained weight"),
+    "adam_beta1": other(0.9, "optimizer.betas"),
+    "adam_beta2": other(0.999, "optimizer.betas"),
+    "adam_epsilon": other(1e-8, "optimizer.eps"),
+    "max_grad_norm": same(1.0, "optimizer.max_grad_norm"),
+    "label_smoothing_factor": refused(0.0, "leave it out: the loss has no smoothing"),
+    "neftune_noise_alpha": refused(None, "leave it out: embeddings get no noise"),
+    "auto_find_batch_size": refused(False, "leave it out: " + TOKENS),
+    "average_tokens_across_devices": moot(True, ONE_PROCESS),
+    # Numbers, memory, speed.
+    "bf16": other(None, "model.precision: bf16 compute with fp32 masters, on a CPU too; False: fp32"),
+    "fp16": refused(False, OTHER_NUMBERS),
+    "bf16_full_eval": refused(False, "leave it out: evaluation computes as training does"),
+    "fp16_full_eval": refused(False, "leave it out: evaluation computes as training does"),
+    "tf32": refused(None, "set torch.backends.cuda.matmul.allow_tf32 yourself"),
+    "gradient_checkpointing": same(True, "model.gradient_checkpointing; False is about a third faster"),
+    "gradient_checkpointing_kwargs": moot(None, "it is not reentrant, always"),
+    "activation_checkpointing": refused(None, "set gradient_checkpointing"),
+    "activation_checkpointing_kwargs": refused(None, "set gradient_checkpointing"),
+    "torch_compile": refused(False, "leave it out: the model runs uncompiled"),
+    "torch_compile_backend": refused(None, "leave it out: the model runs uncompiled"),
+    "torch_compile_mode": refused(None, "leave it out: the model runs uncompiled"),
+    "use_liger_kernel": refused(False, "leave it out: logits of a whole batch are never made here either"),
+    "liger_kernel_config": refused(None, "leave it out: logits of a whole batch are never made here either"),
+    "use_cache": moot(False, "training uses no cache, sampling always does"),
+    "torch_empty_cache_steps": moot(None, TOKENS),
+    "use_cpu": other(False, "model.device = cpu"),
+    "seed": same(42, "run.seed"),
+    "data_seed": refused(None, "set seed: it orders the rows too"),
+    "full_determinism": moot(False, "runs on a CPU are the same to the bit"),
+    # Logging.
+    "logging_strategy": other("steps", "steps, epoch or no: what trainer.state.log_history holds"),
+    "logging_steps": other(10, "means over so many steps; run/metrics.jsonl holds every step"),
+    "logging_first_step": other(False, "one more entry in log_history"),
+    "logging_nan_inf_filter": moot(True, "a loss that is not finite stops the run"),
+    "log_on_each_node": moot(True, ONE_PROCESS),
+    "log_level": moot("passive", "there is no log level: notes are printed"),
+    "log_level_replica": moot("warning", ONE_PROCESS),
+    "disable_tqdm": moot(None, "there is no tqdm; progress is a line per step"),
+    "include_num_input_tokens_seen": refused("no", "read tokens of each step in run/metrics.jsonl"),
+    "report_to": refused("none", TRACKERS),
+    "run_name": moot(None, "only trackers show it"),
+    "project": moot("huggingface", "only trackers show it"),
+    "trackio_space_id": refused(None, TRACKERS),
+    "trackio_bucket_id": refused(None, TRACKERS),
+    "trackio_static_space_id": refused(None, TRACKERS),
+    "debug": refused("", "leave it out"),
+    "skip_memory_metrics": refused(True, "leave it out: memory is not measured"),
+    # Evaluation.
+    "eval_strategy": other("no", "eval.every: no, steps or epoch; and after the last step"),
+    "eval_steps": other(None, "eval.every; None: logging_steps"),
+    "eval_delay": refused(0, "leave it out: call trainer.evaluate() yourself"),
+    "eval_on_start": refused(False, "call trainer.evaluate() before trainer.train()"),
+    "per_device_eval_batch_size": moot(8, TOKENS),
+    "prediction_loss_only": moot(False, "evaluation returns figures, never logits"),
+    "eval_do_concat_batches": moot(True, "evaluation returns figures, never logits"),
+    "eval_use_gather_object": moot(False, ONE_PROCESS),
+    "eval_accumulation_steps": moot(None, "evaluation returns figures, never logits"),
+    "include_for_metrics": refused([], "leave it out: evaluation has reward functions, no compute_metrics"),
+    "batch_eval_metrics": refused(False, "leave it out: evaluation has reward functions, no compute_metrics"),
+    "load_best_model_at_end": other(False, "the weights of OUTPUT_DIR/run/best are loaded after training"),
+    "metric_for_best_model": other(None, "eval.best_metric: eval_reward or eval_rewards/NAME/mean"),
+    "greater_is_better": other(None, "True only: a reward is better when it is higher"),
+    # Saving.
+    "save_strategy": other("steps", "run.save_every: steps, epoch or no; and always at the end"),
+    "save_steps": other(500, "run.save_every"),
+    "save_total_limit": other(None, "run.keep_checkpoints; None: all"),
+    "save_only_model": refused(False, RUN_STATE),
+    "save_on_each_node": moot(False, ONE_PROCESS),
+    "enable_jit_checkpoint": refused(False, "press Ctrl-C: the step ends and is saved"),
+    "resume_from_checkpoint": other(None, "what trainer.train() takes when it is not told"),
+    "ignore_data_skip": refused(False, "leave it out: a resumed run goes on with the rows where it stopped"),
+    "restore_callback_states_from_checkpoint": refused(False, "keep the state of your callbacks yourself"),
+    "push_to_hub": other(False, "uploads once, after training"),
+    "hub_token": other(None, "the token of the upload"),
+    "hub_private_repo": other(None, "the repository is created private"),
+    "hub_model_id": other(None, "the repository; None: the last part of output_dir"),
+    "hub_strategy": moot("every_save", "the model is uploaded once, after training"),
+    "hub_always_push": moot(False, "the model is uploaded once, after training"),
+    "hub_revision": other(None, "the branch of the upload"),
+    # Loaders, processes, labels.
+    "accelerator_config": refused(None, MORE_GPUS),
+    "parallelism_config": refused(None, MORE_GPUS),
+    "fsdp": refused(None, MORE_GPUS),
+    "fsdp_config": refused(None, MORE_GPUS),
+    "deepspeed": refused(None, MORE_GPUS),
+    "ddp_find_unused_parameters": moot(None, ONE_PROCESS),
+    "ddp_bucket_cap_mb": moot(None, ONE_PROCESS),
+    "ddp_broadcast_buffers": moot(None, ONE_PROCESS),
+    "ddp_static_graph": moot(None, ONE_PROCESS),
+    "ddp_backend": moot(None, ONE_PROCESS),
+    "ddp_timeout": moot(1800, ONE_PROCESS),
+    "local_rank": moot(-1, ONE_PROCESS),
+    "dataloader_drop_last": moot(False, "batches are always full: they go on into the next epoch"),
+    "dataloader_num_workers": moot(0, LOADER),
+    "dataloader_pin_memory": moot(True, LOADER),
+    "dataloader_persistent_workers": moot(False, LOADER),
+    "dataloader_prefetch_factor": moot(None, LOADER),
+    "dataloader_multiprocessing_context": moot(None, LOADER),
+    "dataloader_in_order": moot(True, LOADER),
+    "remove_unused_columns": moot(True, "SFT reads the columns it needs"),
+    "label_names": moot(None, NO_LABELS),
+    "length_column_name": moot("length", "rows are not grouped by length"),
+    "train_sampling_strategy": refused("random", "set shuffle_dataset"),
+    "do_train": moot(False, "call trainer.train()"),
+    "do_eval": moot(False, "call trainer.evaluate()"),
+    "do_predict": moot(False, "there is no trainer.predict()"),
+}  # fmt: skip
+
+VLLM = "there is no vLLM engine yet: leave use_vllm out, the trained model itself samples"
+ONLY_VLLM = "an option of vLLM, which is off"
+ENTROPY = "leave it out: the loss has no entropy term; entropy is measured"
+SAPO = "an option of the SAPO loss, which is refused"
+VESPO = "an option of the VESPO loss, which is refused"
+HUB_TABLE = "all completions are in OUTPUT_DIR/run/rollouts.jsonl"
+CACHE = "the native engine has its own cache"
+
+GRPO: dict[str, Field] = COMMON | {
+    "learning_rate": same(1e-6, "optimizer.learning_rate"),
+    "remove_unused_columns": refused(False, "leave it at False: rewards need the columns"),
+    # Model.
+    "model_init_kwargs": refused(None, "load the model yourself and pass it, with processing_class"),
+    "trust_remote_code": same(False, "model.trust_remote_code"),
+    "router_aux_loss_coef": refused(None, "leave it out: there is no load-balancing term"),
+    "disable_dropout": moot(False, "every dropout is 0 in every pass"),
+    "cast_lm_head_to_fp32": refused(False, "set bf16=False: everything computes in fp32"),
+    # Sampling.
+    "num_generations": other(8, "sampling.group_size"),
+    "num_generations_eval": other(None, "eval.samples; None: num_generations"),
+    "max_completion_length": same(512, "sampling.max_completion_length"),
+    "ds3_gather_for_generation": moot(True, ONE_PROCESS),
+    "shuffle_dataset": other(True, "data.shuffle, a new order in every epoch"),
+    "pad_to_multiple_of": moot("auto", "rows are not padded"),
+    "generation_batch_size": other(None, "prompts_per_step, minibatches_per_rollout"),
+    "steps_per_generation": other(None, "minibatches_per_rollout, counted in micro-batches"),
+    "temperature": same(1.0, "sampling.temperature; above 0"),
+    "top_p": same(1.0, "sampling.top_p"),
+    "top_k": same(0, "sampling.top_k"),
+    "min_p": same(None, "sampling.min_p"),
+    "generation_kwargs": refused(None, "set temperature, top_p, top_k, min_p, max_completion_length"),
+    "chat_template_kwargs": refused(None, "change processing_class.chat_template"),
+    "repetition_penalty": refused(1.0, "leave it out: the trainer could not follow"),
+    "cache_implementation": refused(None, "leave it out: " + CACHE),
+    "use_transformers_continuous_batching": refused(False, "leave it out: the native engine does so"),
+    "transformers_continuous_batching_config": moot(None, "continuous batching of transformers is off"),
+    "use_transformers_paged": refused(False, "leave it out: the native engine does so"),
+    "max_tool_calling_iterations": refused(None, "leave it out: completions call no tools"),
+    # vLLM.
+    "use_vllm": refused(False, VLLM),
+    "vllm_mode": moot("colocate", ONLY_VLLM),
+    "vllm_model_impl": moot("vllm", ONLY_VLLM),
+    "vllm_enable_sleep_mode": moot(False, ONLY_VLLM),
+    "vllm_structured_outputs_regex": refused(None, VLLM),
+    "vllm_server_base_url": moot(None, ONLY_VLLM),
+    "vllm_server_host": moot("0.0.0.0", ONLY_VLLM),
+    "vllm_server_port": moot(8000, ONLY_VLLM),
+    "vllm_server_timeout": moot(240.0, ONLY_VLLM),
+    "vllm_group_port": moot(51216, ONLY_VLLM),
+    "vllm_gpu_memory_utilization": moot(0.3, ONLY_VLLM),
+    "vllm_max_model_length": moot(None, ONLY_VLLM),
+    "vllm_tensor_parallel_size": moot(1, ONLY_VLLM),
+    "vllm_importance_sampling_correction": moot(True, "nothing to correct: the trained model samples"),
+    "vllm_importance_sampling_mode": moot("sequence_mask", ONLY_VLLM),
+    "vllm_importance_sampling_clip_max": moot(3.0, ONLY_VLLM),
+    "vllm_importance_sampling_clip_min": moot(None, ONLY_VLLM),
+    "vllm_importance_sampling_cap": moot(None, ONLY_VLLM),
+    "off_policy_mask_threshold": refused(None, "leave it out: the trained model samples"),
+    # Objective.
+    "beta": other(0.0, "objective.kl_coef"),
+    "use_bias_correction_kl": other(True, "objective.kl_estimator: True is k3_weighted, False k3"),
+    "num_iterations": other(1, "epochs_per_rollout"),
+    "epsilon": other(0.2, "objective.clip_low, clip_high"),
+    "epsilon_high": other(None, "objective.clip_high; None: epsilon. With cispo the largest weight, above 1"),
+    "delta": other(None, "objective.dual_clip"),
+    "sapo_temperature_neg": moot(1.05, SAPO),
+    "sapo_temperature_pos": moot(1.0, SAPO),
+    "vespo_k_pos": moot(2.0, VESPO),
+    "vespo_lambda_pos": moot(3.0, VESPO),
+    "vespo_k_neg": moot(3.0, VESPO),
+    "vespo_lambda_neg": moot(2.0, VESPO),
+    "importance_sampling_level": other("token", "objective.name: sequence, with loss_type grpo, is gspo"),
+    "reward_weights": same(None, "objective.reward_weights"),
+    "multi_objective_aggregation": refused("sum_then_normalize", "leave it out: scale the rewards"),
+    "scale_rewards": other("group", "objective.std: group is sample; batch (population here)"),
+    "loss_type": other("dapo", "objective.weights: grpo, dr_grpo, dapo, bnpo; objective.name: cispo"),
+    "mask_truncated_completions": other(False, "objective.overlong_filter"),
+    "sync_ref_model": other(False, "objective.refresh_reference_every; with ref_model_mixup_alpha=1.0 only"),
+    "ref_model_mixup_alpha": other(0.6, "1.0 only, with objective.refresh_reference_every"),
+    "ref_model_sync_steps": other(512, "objective.refresh_reference_every, in rollouts"),
+    "top_entropy_quantile": refused(1.0, "leave it out: all completion tokens are trained"),
+    "entropy_coef": refused(0.0, ENTROPY),
+    "use_adaptive_entropy": refused(False, ENTROPY),
+    "entropy_coef_min": moot(0.0, "there is no entropy term"),
+    "entropy_coef_max": moot(1.0, "there is no entropy term"),
+    "entropy_coef_delta": moot(0.005, "there is no entropy term"),
+    "entropy_target": moot(0.2, "there is no entropy term"),
+    # Completions in the log.
+    "log_completions": other(False, "run.print_every; in any case all are in OUTPUT_DIR/run/rollouts.jsonl"),
+    "log_multimodal": moot(True, "prompts are text"),
+    "num_completions_to_print": refused(None, "read them where you like: " + HUB_TABLE),
+    "log_unique_prompts": moot(False, "only trackers show it"),
+    "log_completions_hub_repo": refused(None, "upload them yourself: " + HUB_TABLE),
+}  # fmt: skip
+
+SFT: dict[str, Field] = COMMON | {
+    "learning_rate": same(2e-5, "optimizer.learning_rate"),
+    "train_sampling_strategy": other("random", "data.shuffle: random or sequential"),
+    "eval_strategy": refused("no", "call trainer.evaluate() after training: the SFT loop does not evaluate"),
+    "load_best_model_at_end": refused(False, "leave it out: the SFT loop does not evaluate"),
+    "metric_for_best_model": refused(None, "leave it out: the SFT loop does not evaluate"),
+    "model_init_kwargs": GRPO["model_init_kwargs"],
+    "trust_remote_code": GRPO["trust_remote_code"],
+    "router_aux_loss_coef": GRPO["router_aux_loss_coef"],
+    "chat_template_path": refused(None, "set processing_class.chat_template"),
+    "dataset_text_field": refused("text", "give columns prompt and completion, or messages"),
+    "dataset_kwargs": refused(None, "leave it out"),
+    "dataset_num_proc": moot(None, "rows are tokenised in one process"),
+    "eos_token": refused(None, "set processing_class.eos_token"),
+    "pad_token": refused(None, "leave it out: rows are not padded"),
+    "max_length": same(1024, "max_length; a longer row is left out and counted, not cut"),
+    "truncation_mode": refused("keep_start", "leave it out: rows are not cut"),
+    "shuffle_dataset": moot(False, "rows have a new order in every epoch; see train_sampling_strategy"),
+    "packing": moot(False, "rows are always packed without seeing each other"),
+    "packing_strategy": moot("bfd", "rows are packed whole"),
+    "padding_free": moot(False, "rows are never padded"),
+    "pad_to_multiple_of": moot("auto", "rows are never padded"),
+    "eval_packing": moot(None, "rows are always packed without seeing each other"),
+    "completion_only_loss": refused(None, "leave it out: only answers are trained"),
+    "assistant_only_loss": moot(False, "always so: the assistant's turns are trained, and no others"),
+    "loss_type": refused("nll", "leave it out: the loss is nll"),
+    "activation_offloading": refused(False, "set gradient_checkpointing"),
+}  # fmt: skip
+
+NOTHING: tuple[Any, ...] = (None, "", "none", [], {}, ["none"])
+"""Ways to say that something is off."""
+
+
+def check_field(table: dict[str, Field], config: str, name: str, value: Any) -> None:
+    """ConfigError for a name that TRL's ``config`` does not have, and for a field that is not supported."""
+    if name not in table:
+        removed = (
+            " TRL has dropped it: prompts are never cut; filter your rows."
+            if name == "max_prompt_length"
+            else ""
+        )
+        raise ConfigError(
+            f"{config} has no field '{name}' in TRL {TRL_VERSION}.{removed or nearest(name, table)}"
+            " docs/from-trl.md lists all of them."
+        )
+    field = table[name]
+    if field.how != "not supported" or value == field.default:
+        return
+    if value in NOTHING and field.default in NOTHING:
+        return
+    if name == "completion_only_loss" and value is True:
+        return
+    raise ConfigError(f"{config}({name}={value!r}) is not supported: {field.text}.")
