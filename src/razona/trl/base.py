@@ -62,21 +62,21 @@ class Trainer:
 
     @property
     def processing_class(self) -> Any:
-        return self._loaded.processor or self._loaded.tokenizer
+        return self._loaded.tokenizer
 
     def add_callback(self, callback: Any) -> None:
         """One more `transformers.TrainerCallback`, a class or an object."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """The model and its tokenizer, as plain transformers loads them; None: to ``args.output_dir``."""
+        """The model and its tokenizer or processor, for plain transformers; None: to ``args.output_dir``."""
         folder = Path(output_dir or self.args.output_dir)
         if (folder / "checkpoints").is_dir():
             raise ConfigError(
                 f"{folder} is the folder of a run, with its own config.json. Give another folder."
             )
         self.model.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)
+        (self._loaded.processor or self._loaded.tokenizer).save_pretrained(folder)
 
     def push_to_hub(self, commit_message: str = "Model trained with razona", **options: Any) -> Any:
         """Uploads the model to ``hub_model_id``; returns what huggingface_hub's upload does. ``options`` are
