@@ -14,7 +14,7 @@ import razona
 
 SRC = Path(razona.__file__).parent
 FLOORS = {
-    **dict.fromkeys(("types", "errors"), 0),
+    **dict.fromkeys(("types", "errors", "chat"), 0),
     **dict.fromkeys(("config", "losses", "advantages"), 1),
     **dict.fromkeys(("objective", "batch"), 2),
     "models": 3,

@@ -71,21 +71,26 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(arch, **changes))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim > 1:  # rows of a unit vector in, values of standard deviation 2 out
-                    parameter.normal_(0.0, 2.0 / parameter.shape[-1] ** 0.5)
-                elif "norm" in name or "ln_" in name:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-                    if "gemma" in arch and "post_" in name:  # else the scaled embedding drowns the layers
-                        parameter.add_(3.0)
-                else:
-                    parameter.normal_(0.0, 0.5)
+        sharpen(model, arch)
     model.tie_weights()
     for parameter in model.parameters():  # model.to(dtype) would round the rotary frequencies too
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model.eval()
+
+
+@torch.no_grad()
+def sharpen(model: PreTrainedModel, arch: str) -> None:
+    """Draws the weights anew, large."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:  # rows of a unit vector in, values of standard deviation 2 out
+            parameter.normal_(0.0, 2.0 / parameter.shape[-1] ** 0.5)
+        elif "norm" in name or "ln_" in name:
+            parameter.add_(0.2 * torch.randn_like(parameter))
+            if "gemma" in arch and "post_" in name:  # else the scaled embedding drowns the layers
+                parameter.add_(3.0)
+        else:
+            parameter.normal_(0.0, 0.5)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from razona.batch import Batch
+from razona.chat import tokenizer_of
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
 from razona.models.lora import Adapter, unwrap
+from razona.models.multimodal import set_dtype, towers
 from razona.models.save import save
 from razona.models.scorer import Scorer, wrap
 
@@ -35,7 +37,8 @@ class Policy:
     ``precision``: with "bf16" the model computes with one bf16 copy of fp32 master weights; gradients
     accumulate in fp32, AdamW updates the masters, and the copy is refreshed in place, so that an engine that
     samples from the same module is never stale. With "fp32" or "pure_bf16" the model's own parameters are
-    trained. ``total_updates`` is where a linear or cosine schedule ends.
+    trained. ``total_updates`` is where a linear or cosine schedule ends. ``tokenizer`` may be a processor.
+    Of a multimodal model the language model is trained; the other `towers` are frozen and keep their dtype.
     """
 
     def __init__(
@@ -50,11 +53,14 @@ class Policy:
     ) -> None:
         model, self.adapter = unwrap(model)
         self.model = model.train()  # dropout is 0 everywhere; checkpointing needs train mode
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer_of(tokenizer), tokenizer
         self.config = optimizer
         self.precision = precision
         self.total_updates = total_updates
         self.updates = 0
+        self._frozen = [p for p in towers(model).values() if p.requires_grad]
+        for tower in self._frozen:
+            tower.requires_grad_(False)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ModelError(_nothing_to_train(self.adapter))
@@ -65,7 +71,7 @@ class Policy:
         self._hooks: list[Any] = []
         self.masters: list[nn.Parameter] = self._split(model) if precision == "bf16" else self.compute
         if precision == "pure_bf16":
-            _to_bf16(model)
+            set_dtype(model, torch.bfloat16)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(
@@ -80,7 +86,7 @@ class Policy:
     def _split(self, model: Any) -> list[nn.Parameter]:
         """fp32 masters take over the present storage; the model goes on with a bf16 copy of it."""
         masters = [nn.Parameter(p.detach().float()) for p in self.compute]
-        _to_bf16(model)
+        set_dtype(model, torch.bfloat16)
         for parameter, master in zip(self.compute, masters, strict=True):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate_into(master)))
         return masters
@@ -93,6 +99,8 @@ class Policy:
             hook.remove()
         for parameter, master in zip(self.compute, self.masters, strict=True):
             parameter.data = master.data
+        for tower in self._frozen:
+            tower.requires_grad_(True)
 
     @property
     def device(self) -> torch.device:
@@ -141,11 +149,11 @@ class Policy:
         return Reference(self, folder, refresh_every=refresh_every)
 
     def save(self, folder: Path) -> Path:
-        """What was trained, with its tokenizer: a model's folder as it computes, or an adapter's with the
-        fp32 masters."""
+        """What was trained, with its tokenizer or processor: the whole model as it computes, or an adapter's
+        folder with the fp32 masters."""
         if self.adapter is None:
-            return save(self.model, self.tokenizer, folder)
-        return self.adapter.save(self.tokenizer, folder, dict(zip(self.names, self.masters, strict=True)))
+            return save(self.model, self.processor, folder)
+        return self.adapter.save(self.processor, folder, dict(zip(self.names, self.masters, strict=True)))
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -238,12 +246,6 @@ def _nothing_to_train(adapter: Adapter | None) -> str:
         f"the model's adapter '{adapter.name}' is frozen, and so is all the rest: PeftModel.from_pretrained "
         "loads an adapter for inference. Load it with is_trainable=True."
     )
-
-
-def _to_bf16(model: nn.Module) -> None:
-    """Parameters only: ``model.to`` would round the rotary frequencies too, and late positions with them."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _accumulate_into(master: nn.Parameter) -> Any:

@@ -18,6 +18,7 @@ from razona.engines.native import NativeEngine
 from razona.errors import ConfigError, DataError
 from razona.models import LoadedModel, attach, load, with_adapter
 from razona.models.lora import CONFIG as ADAPTER_CONFIG
+from razona.models.multimodal import set_dtype
 from razona.models.scorer import FlatScorer
 from razona.policy import Policy
 from razona.tasks import gsm8k
@@ -45,8 +46,7 @@ def load_model(
     else:
         loaded = given
         if config.precision == "fp32":
-            for parameter in loaded.model.parameters():
-                parameter.data = parameter.data.float()
+            set_dtype(loaded.model, torch.float32)
     if lora.adapter:
         loaded = with_adapter(loaded, lora.adapter)
     if lora.r:
@@ -78,7 +78,7 @@ def make_policy(
     """What trains ``loaded.model``, or the adapter on it."""
     return Policy(
         loaded.model,
-        loaded.tokenizer,
+        loaded.processor or loaded.tokenizer,
         optimizer=optimizer,
         precision=config.precision,
         total_updates=total_updates,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from razona.chat import tokenizer_of
 from razona.config.common import DataConfig
 from razona.data.prompts import (
     as_input,
@@ -16,6 +17,7 @@ from razona.data.prompts import (
     need_column,
     plain_notices,
     render,
+    unseen_notices,
 )
 from razona.data.rows import Rows
 from razona.errors import DataError
@@ -61,7 +63,7 @@ def build_demonstrations(
     What stands before the first of them is the prompt, which ``data.max_prompt_length`` bounds. Raises
     DataError.
     """
-    rows = rows.renamed(data.rename)
+    rows, tokenizer = rows.renamed(data.rename), tokenizer_of(tokenizer)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"The tokenizer {tokenizer.name_or_path!r} has no end token (eos_token): a model trained without "
@@ -88,7 +90,7 @@ def build_demonstrations(
             raise DataError(
                 f"{rows.where(i)}{excess.refused}, or let such rows be left out with --data.too-long drop."
             )
-    notices = drop_notices(dropped, len(rows))
+    notices = drop_notices(dropped, len(rows)) + unseen_notices(rows)
     if not from_messages and data.system is None:
         notices += plain_notices(rows, tokenizer, data.prompt_column)
     if not found:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from razona.chat import chat_text, tokenizer_of
 from razona.config.common import DataConfig
 from razona.data.rows import Rows
 from razona.errors import DataError, nearest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USUAL_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "pregunta")
+MEDIA_COLUMNS = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def build_prompts(
     at most what ``max_context`` (tokens the model holds) leaves beside ``reserve`` (tokens kept for the
     completion); a longer one is never cut, but dropped and counted, or refused. Raises DataError.
     """
-    rows = rows.renamed(data.rename)
+    rows, tokenizer = rows.renamed(data.rename), tokenizer_of(tokenizer)
     limit = _limit(data, max_context, reserve)
     inputs = _inputs(rows, data)
     conversational = not isinstance(inputs[0], str)
@@ -76,7 +78,7 @@ def build_prompts(
     dropped = (
         {f"prompt longer than {limit} tokens": len(rows) - len(prompts)} if len(prompts) < len(rows) else {}
     )
-    notices = drop_notices(dropped, len(rows))
+    notices = drop_notices(dropped, len(rows)) + unseen_notices(rows)
     if conversational and texts[0].rstrip().endswith("<think>"):
         notices += (
             "The chat template already opens <think>: completions begin inside it, and a reward that looks "
@@ -180,13 +182,29 @@ def as_messages(value: Any, where: str) -> list[Message]:
                 f"{where}: message {number} has the role {found['role']!r}. Roles are {', '.join(ROLES)}; "
                 "ShareGPT's human and gpt are called user and assistant."
             )
-        if not isinstance(found["content"], str):
-            raise DataError(
-                f"{where}: message {number} has a content of type {type(found['content']).__name__}. "
-                "It must be a string; pictures and other parts are not supported."
-            )
-        messages.append(found)
+        messages.append({**found, "content": _text(found["content"], f"{where}: message {number}")})
     return messages
+
+
+def _text(content: Any, which: str) -> str:
+    """The content of a message as one string: itself, or parts that are all text. Raises DataError."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else ()
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    others = sorted({str(kind) for kind in kinds if kind not in (None, "text")})
+    if others:
+        raise DataError(
+            f"{which} has a part of type {', '.join(others)}, and only text is trained: the model would "
+            "answer without having seen it. Leave such rows out, or say in words what it shows."
+        )
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    if not texts or None in kinds or not all(isinstance(text, str) for text in texts):
+        raise DataError(
+            f"{which} has a content of type {type(content).__name__}. It must be a string, or a list of "
+            'parts [{"type": "text", "text": "..."}].'
+        )
+    return "".join(map(str, texts))
 
 
 def render(
@@ -200,7 +218,7 @@ def render(
             "tokenizer.chat_template, or give plain string prompts without --data.system."
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answering))
+        return chat_text(tokenizer, messages, answering=answering)
     except Exception as error:  # templates raise whatever they like
         raise DataError(
             f"{where}: the chat template refuses these messages: {error}. Their roles are "
@@ -223,6 +241,17 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, as_written: bool) -
 def drop_notices(dropped: Mapping[str, int], total: int) -> tuple[str, ...]:
     """One printable line per reason."""
     return tuple(f"{count} of {total} rows dropped: {reason}." for reason, count in dropped.items())
+
+
+def unseen_notices(rows: Rows) -> tuple[str, ...]:
+    """What to print when rows hold pictures or sound beside their text."""
+    unseen = [column for column in rows.columns if column in MEDIA_COLUMNS]
+    if not unseen:
+        return ()
+    return (
+        f"{rows.name}: only text is trained. The model does not get the column {', '.join(unseen)}, so "
+        "prompts that cannot be answered without it teach guessing; reward functions do get it.",
+    )
 
 
 def plain_notices(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[str, ...]:

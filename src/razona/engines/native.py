@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from razona.batch import FlatRow, Span
 from razona.engines.sampling import draw, uniforms
@@ -27,6 +27,7 @@ from razona.models.flat import (
     padded_length,
     sufficient_length,
 )
+from razona.models.multimodal import language_model
 from razona.models.packed import packed_linears
 from razona.models.scorer import FlatScorer
 from razona.types import Completion, Group, Prompt, Sampling
@@ -154,7 +155,8 @@ class _Wave:
         hidden = self._prefill()
         worth_packing = self.sampling.max_completion_length >= PACK_FROM
         rows, join = len(self.owners), self.scorer.lean
-        with packed_linears(self.scorer.model, rows, join=join) if worth_packing else nullcontext():
+        used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
+        with packed_linears(used, rows, join=join) if worth_packing else nullcontext():
             self._decode_all(hidden)
         lengths = self.lengths.masked_fill(self.lengths == 0, self.sampling.max_completion_length).tolist()
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()

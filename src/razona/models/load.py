@@ -14,13 +14,16 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
+from razona.chat import chat_text, tokenizer_of
 from razona.errors import ModelError
 from razona.models.lora import CONFIG, FOUND_BY, base_of, load_adapter
+from razona.models.multimodal import frozen_note, processor_in, set_dtype
 from razona.models.resolve import Source, resolve
 
 
@@ -28,7 +31,8 @@ from razona.models.resolve import Source, resolve
 class LoadedModel:
     """A model in eval mode, its tokenizer, lines to print, and the ids that end a completion, sorted.
 
-    With an adapter, ``model`` is a `peft.PeftModel`.
+    With an adapter, ``model`` is a `peft.PeftModel`. ``processor`` is what is saved with the model: the one
+    that the tokenizer is part of, or None for the tokenizer itself.
     """
 
     model: Any
@@ -36,6 +40,7 @@ class LoadedModel:
     name: str
     notes: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    processor: Any = None
 
 
 def load(
@@ -61,6 +66,7 @@ def load(
     try:
         with _quiet(), _gguf_read_once() if source.is_gguf else contextlib.nullcontext():
             config, tokenizer = _config_and_tokenizer(source, trust_remote_code)
+            processor = None if source.is_gguf else processor_in(source.path, tokenizer)
             _check_config(name, config)
             notes = [*source.notes, *_no_dropout(config)]
             if source.is_gguf:
@@ -72,18 +78,20 @@ def load(
         raise
     except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
         raise ModelError(f"'{name}' ({source.path}) cannot be loaded: {error}") from error
-    return _ready(model.to(device), tokenizer, name, notes)
+    return _ready(model.to(device), tokenizer, name, notes, processor)
 
 
 def hand_in(model: Any, tokenizer: Any, name: str = "handed in") -> LoadedModel:
-    """A transformers model or a `peft.PeftModel` that is there already, with all dropout off. ModelError for
-    what is no decoder or has quantized weights.
+    """A transformers model or a `peft.PeftModel` that is there already, with all dropout off. ``tokenizer``
+    may be a processor. ModelError for what is no decoder or has quantized weights.
     """
     _check_config(name, model.config)
-    return _ready(model, tokenizer, name, _no_dropout(model.config))
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    notes = [*_no_dropout(model.config), *frozen_note(name, inner)]
+    return _ready(model, tokenizer_of(tokenizer), name, notes, tokenizer)
 
 
-def _ready(model: Any, tokenizer: Any, name: str, notes: Sequence[str]) -> LoadedModel:
+def _ready(model: Any, tokenizer: Any, name: str, notes: Sequence[str], processor: Any) -> LoadedModel:
     """Dropout off, a pad token, the stop tokens known."""
     dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
     if dropouts:
@@ -98,7 +106,7 @@ def _ready(model: Any, tokenizer: Any, name: str, notes: Sequence[str]) -> Loade
             *notes,
             f"{name}: no token ends a completion; every one will have max_completion_length tokens.",
         ]
-    return LoadedModel(model.eval(), tokenizer, name, tuple(notes), stops)
+    return LoadedModel(model.eval(), tokenizer, name, tuple(notes), stops, processor)
 
 
 def with_adapter(loaded: LoadedModel, name: str) -> LoadedModel:
@@ -115,7 +123,9 @@ def with_adapter(loaded: LoadedModel, name: str) -> LoadedModel:
         wrapped = load_adapter(loaded.model, source.path)
         own = (source.path / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(str(source.path)) if own else loaded.tokenizer
-    return _ready(wrapped, tokenizer, name, [*loaded.notes, f"{name}: a LoRA adapter on {loaded.name}."])
+    processor = processor_in(source.path, tokenizer, base=loaded.processor) if own else loaded.processor
+    notes = [*loaded.notes, f"{name}: a LoRA adapter on {loaded.name}."]
+    return _ready(wrapped, tokenizer, name, notes, processor)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
@@ -140,7 +150,7 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
     said = "razonaSAID"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = chat_text(tokenizer, turns)
     except Exception:  # a template may refuse any conversation it likes; then it tells us nothing
         return None
     after = text.rpartition(said)[2].lstrip()
@@ -195,10 +205,13 @@ def _no_dropout(config: Any) -> list[str]:
 def _load_safetensors(
     name: str, source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    model, report = AutoModelForCausalLM.from_pretrained(
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    declared = config.dtype
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    model, report = auto.from_pretrained(
         str(source.path),
         config=config,
-        dtype=dtype,
+        dtype=torch.float32 if multimodal and declared != dtype else dtype,  # the towers lose nothing
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
@@ -209,12 +222,16 @@ def _load_safetensors(
             f"'{name}' lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} for one; they "
             "would be random. The folder is incomplete, or its config.json belongs to another model."
         )
+    if multimodal:
+        set_dtype(model, dtype, towers_as=declared)
+    notes = frozen_note(name, model)
     unused = sorted(report["unexpected_keys"])
     if not unused:
-        return model, []
+        return model, notes
     kind = type(model).__name__
     return model, [
-        f"{name}: {len(unused)} weights in the file have no place in a {kind}, {unused[0]} for one."
+        *notes,
+        f"{name}: {len(unused)} weights in the file have no place in a {kind}, {unused[0]} for one.",
     ]
 
 

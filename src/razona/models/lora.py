@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from razona.config.common import LoRAConfig
 from razona.errors import ConfigError, ModelError, nearest
+from razona.models.multimodal import language_model
 from razona.models.save import replacing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -144,26 +145,29 @@ def attach(model: Any, config: LoRAConfig, *, base: str, seed: int) -> Any:
 
 
 def _targets(model: Any, wanted: Sequence[str]) -> list[str]:
-    """What to give to peft: ``wanted``, or every linear layer of the decoder but the head."""
+    """What to give to peft: ``wanted``, or every linear layer of the decoder but the head; in whole names
+    where other parts of the model, its towers, have layers of the same names.
+    """
     head, inside = model.get_output_embeddings(), {*model.get_decoder().modules()}
-    every = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
-    linears = [name for name, module in every.items() if module in inside]
-    endings = sorted({name.rpartition(".")[2] for name in linears})
-    if not wanted:
-        alike = [name for name in every if name.rpartition(".")[2] in endings]
-        return endings if alike == linears else linears  # whole names where another tower has the same ones
-    known = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)] + [*every]
+    every = {name: module for name, module in model.named_modules() if module is not head}
+    ours = {name: module for name, module in every.items() if module in inside}
+    endings = sorted({n.rpartition(".")[2] for n, m in ours.items() if isinstance(m, nn.Linear | Conv1D)})
+    known = [name for name, m in ours.items() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)]
     for target in wanted:
-        if not any(name == target or name.endswith(f".{target}") for name in known):
+        if not _named(known, [target]):
+            text = type(language_model(model)).__name__
             raise ConfigError(
-                f"lora.target_modules: no layer of the {type(model).__name__} is called '{target}'."
+                f"lora.target_modules: no layer of the {text} is called '{target}'."
                 f"{nearest(target, endings)} There are {', '.join(endings)}; empty takes all of them."
             )
-    return list(wanted)
+    targets = list(wanted) or endings
+    found = _named(known, targets)
+    return targets if _named(every, targets) == found else found
+
+
+def _named(names: Iterable[str], targets: Sequence[str]) -> list[str]:
+    """Those that peft takes one of ``targets`` for."""
+    return [name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)]
 
 
 def base_of(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -20,9 +21,11 @@ from razona.errors import ModelError
 def save(
     model: PreTrainedModel, tokenizer: Any, folder: str | Path, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write weights (safetensors), config, tokenizer and chat template to ``folder``, whole or not at all.
+    """Write weights (safetensors), config, tokenizer (or processor) and chat template to ``folder``, whole or
+    not at all.
 
-    ``dtype`` is that of the floating-point weights in the file; None keeps the model's. A model that is
+    ``dtype`` is that of the floating-point weights in the file; None keeps the model's, each parameter's own,
+    and declares the widest of them: plain loading then rounds none. A model that is
     already there is replaced; a folder that holds something else is refused (ModelError).
     """
     bars = transformers.utils.logging.is_progress_bar_enabled()
@@ -34,8 +37,9 @@ def save(
         finally:
             if bars:
                 transformers.utils.logging.enable_progress_bar()
-        if dtype is not None:
-            _declare_dtype(new / "config.json", dtype)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} if dtype is None else {dtype}
+        if dtype is not None or len(dtypes) > 1:
+            _declare_dtype(new / "config.json", functools.reduce(torch.promote_types, dtypes))
     return Path(folder).expanduser().absolute()
 
 
@@ -76,7 +80,9 @@ def _cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch
 
 def _declare_dtype(path: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    for part in (config, *config.values()):
+        if part is config or (isinstance(part, dict) and "dtype" in part):
+            part["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

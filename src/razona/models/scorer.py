@@ -20,6 +20,7 @@ from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
 from razona.models.lean import LLAMA_SHAPED, TokenLayout, decode_step, lighten
 from razona.models.lora import lighten_adapters
+from razona.models.multimodal import language_model
 
 
 class DecodingLayout(Layout, TokenLayout, Protocol):
@@ -35,10 +36,11 @@ class FlatScorer(nn.Module):
         super().__init__()
         self.model = model
         self.head = Head.of(model)
-        ours = type(model).__module__.startswith("transformers.models.")
-        self.lean = ours and model.config.model_type in LLAMA_SHAPED
-        lighten(model)
-        lighten_adapters(model)
+        text = language_model(model)
+        ours = type(text).__module__.startswith("transformers.models.")
+        self.lean = ours and text.config.model_type in LLAMA_SHAPED
+        lighten(text)
+        lighten_adapters(text)
 
     def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is
@@ -53,21 +55,22 @@ class FlatScorer(nn.Module):
         """Last hidden states ``[N, h]`` of a row ``[1, N]``, or ``[B, h]`` of one token per row ``[B,
         1]``.
         """
-        out = self.model.base_model(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
+        base = language_model(self.model).base_model
+        out = base(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
         states: Tensor = out.last_hidden_state
         return states.reshape(-1, states.shape[-1])
 
     def decode(self, tokens: Tensor, positions: Tensor, layout: DecodingLayout) -> Tensor:
         """Last hidden states ``[B, h]`` of one token per row: tokens and positions ``[B]``."""
         if self.lean:
-            return decode_step(self.model, tokens, positions, layout)
+            return decode_step(language_model(self.model), tokens, positions, layout)
         return self.hidden(tokens[:, None], positions[:, None], layout)
 
     @property
     def exact(self) -> bool:
         """Whether this pass reproduces the native engine bit for bit: bf16 on a CPU."""
-        parameter = next(self.model.parameters())
-        return parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16
+        weight = self.head.projection.weight
+        return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 class FullRowScorer(nn.Module):
@@ -111,7 +114,8 @@ def wrap(model: Any) -> Scorer:
     rows. Best asked while the model is in fp32, where agreement is sharp.
     """
     full = FullRowScorer(model)
-    if not getattr(model, "_supports_attention_backend", False):
+    text = language_model(model)
+    if not getattr(text, "_supports_attention_backend", False):
         return full
     flat = FlatScorer(model)
     vocabulary = model.config.get_text_config().vocab_size
@@ -128,18 +132,18 @@ def wrap(model: Any) -> Scorer:
     changed = ids.clone()
     changed[0] = ids[0].flip(0)
     neighbour_changed = replace(probe, token_ids=changed)
-    original = model.config._attn_implementation
+    original = text.config._attn_implementation
     with torch.no_grad(), eval_mode(model):
         with plain_attention(model):
             expected = full(probe)
-        model.set_attn_implementation("razona")
+        text.set_attn_implementation("razona")
         try:
             found, other = flat(probe), flat(neighbour_changed)
         except (TypeError, AttributeError, RuntimeError, ValueError):  # not our kind of model
             found = other = torch.full_like(expected, torch.nan)
     spread = expected.std().clamp(min=1e-3)
     difference = (found - expected).abs()
-    if next(model.parameters()).dtype == torch.float32:
+    if flat.head.projection.weight.dtype == torch.float32:
         # The largest difference, not the mean: a short convolution goes wrong on the first tokens alone.
         agrees = difference.max() < 2e-2 * spread
     else:  # single tokens of a trained model may differ by nats in bf16, and that means nothing
@@ -147,7 +151,7 @@ def wrap(model: Any) -> Scorer:
     leaks = (found[1] - other[1]).abs().max() > 1e-2 * spread  # into a completion, from the one before it
     if agrees and not leaks:
         return flat
-    model.set_attn_implementation(original)
+    text.set_attn_implementation(original)
     return full
 
 
@@ -165,11 +169,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
     """transformers' own attention inside, for what does not bring a layout (`generate`, full rows)."""
-    ours = model.config._attn_implementation == "razona"
+    text = language_model(model)
+    ours = text.config._attn_implementation == "razona"
     if ours:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        text.set_attn_implementation("sdpa" if text._supports_sdpa else "eager")
     try:
         yield
     finally:
         if ours:
-            model.set_attn_implementation("razona")
+            text.set_attn_implementation("razona")

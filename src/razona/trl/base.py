@@ -68,14 +68,14 @@ class Trainer:
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """The model and its tokenizer, as plain transformers loads them; None: to ``args.output_dir``."""
+        """The model and its tokenizer or processor, for plain transformers; None: to ``args.output_dir``."""
         folder = Path(output_dir or self.args.output_dir)
         if (folder / "checkpoints").is_dir():
             raise ConfigError(
                 f"{folder} is the folder of a run, with its own config.json. Give another folder."
             )
         self.model.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)
+        (self._loaded.processor or self._loaded.tokenizer).save_pretrained(folder)
 
     def push_to_hub(self, commit_message: str = "Model trained with razona", **options: Any) -> Any:
         """Uploads the model to ``hub_model_id``; returns what huggingface_hub's upload does. ``options`` are
@@ -257,23 +257,24 @@ def given_model(
 ) -> LoadedModel:
     """The model by name or as an object, with its tokenizer, and with an adapter where one is asked for."""
     config = replace(model_config(args), name=model) if isinstance(model, str) else model_config(args)
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(model, str):
         loaded = _by_name(config, console, _lora(peft_config, args))
-        return loaded if tokenizer is None else hand_in(loaded.model, tokenizer, loaded.name)
+        return loaded if processing_class is None else hand_in(loaded.model, processing_class, loaded.name)
     name = str(getattr(model.config, "_name_or_path", "") or "handed in")
-    if tokenizer is None:
+    if processing_class is None:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            processing_class = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"a model object without processing_class, and there is no tokenizer under its name "
                 f"'{name}'. "
                 "Pass processing_class=tokenizer."
             ) from error
-    return load_model(config, console, given=hand_in(model, tokenizer, name), **_lora(peft_config, args))
+    return load_model(
+        config, console, given=hand_in(model, processing_class, name), **_lora(peft_config, args)
+    )
 
 
 def _by_name(config: ModelConfig, console: Console, lora: dict[str, Any]) -> LoadedModel:
