@@ -102,6 +102,7 @@ def main() -> None:
             engine=engine,
             source=PromptSource(prompts, seed=0),
             rewards=bind([score], columns=rows.columns),
+            refill=None,
             evaluator=None,
             log=TimedLog(folder, clock, steps),
             progress=Progress(),
