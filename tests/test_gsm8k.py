@@ -283,6 +283,5 @@ def test_the_example_is_the_courses_exercise() -> None:
     assert "-1b-" in config.model.name and config.data.path == gsm8k.HUB_ID
 
 
-@pytest.mark.skipif(not hasattr(GRPOConfig(), "lora"), reason="GRPOConfig has no [lora] table yet")
 def test_the_example_loads_as_it_is() -> None:
-    assert load_config(GRPOConfig, EXAMPLE).lora.r == 16  # type: ignore[attr-defined]
+    assert load_config(GRPOConfig, EXAMPLE).lora.r == 16

@@ -52,8 +52,7 @@ class Arguments:
         if self.greater_is_better is False:
             raise ConfigError(
                 f"greater_is_better=False with metric_for_best_model={self.metric_for_best_model!r}: the "
-                "best "
-                "model is the one with the highest reward. Leave greater_is_better out."
+                "best model is the one with the highest reward. Leave greater_is_better out."
             )
         for name, known in CHOICES.items():
             if name in self.TABLE and getattr(self, name) not in known:
@@ -164,22 +163,19 @@ def _check_batch(args: Arguments) -> None:
         raise ConfigError(
             f"per_device_train_batch_size = {size}{times} is not divisible by num_generations = {group}: it "
             f"counts completions, and every prompt takes {group} places. Give {sizes} (any multiple of "
-            f"{step}), "
-            f"or num_generations = {', '.join(map(str, divisors))}."
+            f"{step}), or num_generations = {', '.join(map(str, divisors))}."
         )
     prompts, minibatches = completions_per_rollout(args) // group, _minibatches(args)
     if minibatches > prompts:
         raise ConfigError(
             f"a generation of {prompts} prompts cannot serve {minibatches} updates: the completions of a "
-            "prompt "
-            "stay together here. Raise per_device_train_batch_size, or lower steps_per_generation."
+            "prompt stay together here. Raise per_device_train_batch_size, or lower steps_per_generation."
         )
     per = updates_per_rollout(args)
     if args.max_steps > 0 and args.max_steps % per:
         raise ConfigError(
             f"max_steps = {args.max_steps} ends within a rollout, which serves {per} updates. Give a "
-            "multiple "
-            f"of {per}."
+            f"multiple of {per}."
         )
 
 
@@ -201,8 +197,7 @@ def _check_loss(args: Arguments) -> None:
     if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
         raise ConfigError(
             f"importance_sampling_level = 'sequence' with loss_type = {args.loss_type!r}: GSPO has one term "
-            "per "
-            "completion, whatever its length. Set loss_type='grpo'."
+            "per completion, whatever its length. Set loss_type='grpo'."
         )
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo" and high <= 1:
@@ -218,8 +213,7 @@ def _check_loss(args: Arguments) -> None:
         raise ConfigError(
             f"sync_ref_model=True with beta = {args.beta} and ref_model_mixup_alpha = "
             f"{args.ref_model_mixup_alpha}: the policy replaces the reference of a KL whole. Set beta above "
-            "0 "
-            "and ref_model_mixup_alpha=1.0."
+            "0 and ref_model_mixup_alpha=1.0."
         )
     if args.ref_model_mixup_alpha != 0.6 and not args.sync_ref_model:
         raise ConfigError(

@@ -216,9 +216,8 @@ class Trainer:
             if asked:
                 raise ConfigError(
                     f"the callback {type(callback).__name__} set control.{asked[0]} in {event}, and of "
-                    "control "
-                    "only should_training_stop is supported. Set logging_steps, eval_steps and save_steps "
-                    "instead."
+                    "control only should_training_stop is supported. Set logging_steps, eval_steps and "
+                    "save_steps instead."
                 )
 
     def _load_best(self, run: Path) -> None:
@@ -238,9 +237,8 @@ class Trainer:
         newest, _ = newest_checkpoint(run / "checkpoints")
         if newest is None:
             raise CheckpointError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}: {run} holds no checkpoint. Leave it out "
-                "to "
-                "start anew, or set output_dir to that of the run to go on with."
+                f"resume_from_checkpoint={resume_from_checkpoint!r}: {run} holds no checkpoint. Leave it "
+                "out to start anew, or set output_dir to that of the run to go on with."
             )
         if resume_from_checkpoint is not True:
             path = Path(resume_from_checkpoint).absolute()
@@ -268,9 +266,8 @@ def given_model(
             processing_class = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"a model object without processing_class, and there is no tokenizer under its name "
-                f"'{name}'. "
-                "Pass processing_class=tokenizer."
+                "a model object without processing_class, and there is no tokenizer under its name "
+                f"'{name}'. Pass processing_class=tokenizer."
             ) from error
     return load_model(
         config, console, given=hand_in(model, processing_class, name), **_lora(peft_config, args)

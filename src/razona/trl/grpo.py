@@ -70,14 +70,12 @@ class GRPOTrainer(Trainer):
         if args.eval_strategy != "no" and eval_dataset is None:
             raise ConfigError(
                 f"eval_strategy = {args.eval_strategy!r} without eval_dataset: there is nothing to evaluate "
-                "on. "
-                "Give held-out rows, or leave it out."
+                "on. Give held-out rows, or leave it out."
             )
         if args.metric_for_best_model is not None and args.eval_strategy == "no":
             raise ConfigError(
                 f"metric_for_best_model = {args.metric_for_best_model!r} with eval_strategy = 'no': it is "
-                "never "
-                "measured. Set eval_strategy='steps' and eval_steps."
+                "never measured. Set eval_strategy='steps' and eval_steps."
             )
         self.train_dataset, self.eval_dataset = load_rows(train_dataset), eval_dataset
         super().__init__(

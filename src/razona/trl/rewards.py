@@ -92,8 +92,7 @@ def reward_functions(
     if len(tokenizers) != len(given):
         raise ConfigError(
             f"{len(given)} reward_funcs and {len(tokenizers)} reward_processing_classes. Give one for each, "
-            "None "
-            "for a function."
+            "None for a function."
         )
     return [
         ModelReward(reward, tokenizer, device)
@@ -124,8 +123,7 @@ class ModelReward:
         if getattr(model.config, "num_labels", 1) != 1:
             raise RewardError(
                 f"the reward model '{name}' has {model.config.num_labels} labels, and a reward is one "
-                "number. "
-                "Give a model with num_labels=1."
+                "number. Give a model with num_labels=1."
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token

@@ -130,7 +130,6 @@ def _rows(data: Any) -> Rows:
     if "text" in rows.columns and not {"messages", "completion"} & set(rows.columns):
         raise DataError(
             f"{rows.name} has a column 'text', plain text without a prompt, and only answers are trained. "
-            "Give "
-            "columns prompt and completion, or messages."
+            "Give columns prompt and completion, or messages."
         )
     return rows
