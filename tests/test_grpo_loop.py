@@ -17,6 +17,7 @@ from razona.config.load import merge
 from razona.engines.native import NativeEngine
 from razona.errors import CheckpointError, ConfigError, RewardError
 from razona.losses.kl import KL_ESTIMATORS
+from razona.models import recall
 from razona.objective import grpo
 from razona.policy import Policy
 from razona.setup import load_model
@@ -380,7 +381,10 @@ def test_flat_groups_are_counted_as_the_advantages_see_them() -> None:
     assert flat_groups(rewards).tolist() == [True, False, True, True]
 
 
-def test_gradient_checkpointing_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_gradient_checkpointing_changes_no_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall, "RECALL_BYTES", 0)  # which has other bits, and is off where memory is short
     run_grpo(grpo_config(model, tmp_path / "plain"))
     run_grpo(grpo_config(model, tmp_path / "recomputed", model__gradient_checkpointing=True))
     assert distance(tmp_path / "plain", tmp_path / "recomputed") == 0

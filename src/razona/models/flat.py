@@ -29,6 +29,7 @@ from razona.batch import FlatRow, Span
 MIN_QUERY_ROWS = 4
 KV_BLOCK = 512  # the CPU kernel walks key/values in blocks of this size
 KV_STEP = 64
+QUERY_STEP = 64  # query rows at a time in the backward pass: later ones see more keys, earlier ones fewer
 BLOCK_BYTES = 4 * 2**20  # of attention scores worked on at a time in the backward pass: the processor's cache
 
 
@@ -294,9 +295,8 @@ def _attention_backward(
             x.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).reshape(-1, repeats * x.shape[1], dim)
         )
 
-    row_bytes = 4 * heads * t * k.shape[1]
-    b_step = max(1, BLOCK_BYTES // row_bytes)
-    t_step = t if row_bytes <= 16 * BLOCK_BYTES else max(1, 16 * BLOCK_BYTES * t // row_bytes)
+    t_step = min(t, QUERY_STEP)
+    b_step = max(1, BLOCK_BYTES // (4 * heads * t_step * k.shape[1]))
     for b in range(0, batch, b_step):
         for start in range(0, t, t_step):
             here = (slice(b, b + b_step), slice(start, start + t_step))

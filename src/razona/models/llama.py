@@ -27,12 +27,10 @@ class TokenLayout(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a layer's backward pass needs, of N tokens. The rest is cheap: computed anew."""
+    """What a layer's backward pass needs, of N tokens; the rest is computed anew."""
 
     x: Tensor  # [N, h] the layer's input
-    qkv: Tensor  # [N, (H + 2 * KV) * D] as projected
     attended: Tensor  # [N, H * D] the input of o_proj
-    middle: Tensor  # [N, h] between attention and MLP
     gate_up: Tensor  # [N, 2 * I]
 
 
@@ -107,7 +105,7 @@ def _layer_forward(layer: Any, x: Tensor, rotary: Rotary, layout: TokenLayout) -
     gate_up = joined(mlp, GATE_UP, layer.post_attention_layernorm.forward(middle))
     gate, up = gate_up.chunk(2, -1)
     out = middle + mlp.down_proj.forward(mlp.act_fn(gate) * up)
-    return out, Kept(x, qkv, attended, middle, gate_up)
+    return out, Kept(x, attended, gate_up)
 
 
 def _heads(attn: Any, qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -211,21 +209,23 @@ def _layer_backward(
     grad_inner = gradients.linear([mlp.down_proj], inner.detach(), grad)
     grad_gate_up = torch.cat(torch.autograd.grad(inner, (gate, up), grad_inner), -1)
     del inner, gate, up, grad_inner
-    normed, norm_backward = gradients.norm(kept.middle, layer.post_attention_layernorm)
+    middle = kept.x + attn.o_proj.forward(kept.attended)
+    normed, norm_backward = gradients.norm(middle, layer.post_attention_layernorm)
     grad = grad + norm_backward(gradients.linear([mlp.gate_proj, mlp.up_proj], normed, grad_gate_up))
     # Attention, and around it.
     grad_attended = gradients.linear([attn.o_proj], kept.attended, grad)
-    q, kv = _heads(attn, kept.qkv, rotary)
+    normed, norm_backward = gradients.norm(kept.x, layer.input_layernorm)
+    qkv = joined(attn, QKV, normed)
+    q, kv = _heads(attn, qkv, rotary)
     k, v = kv.chunk(2, 1)
     grad_q, grad_k, grad_v = tree_attention_backward(
         q, k, v, grad_attended.view(q.shape), layout, _options(attn)
     )
-    grad_q, grad_k = rotary.back(torch.cat([grad_q, grad_k], 1)).split((q.shape[1], grad_k.shape[1]), 1)
+    grad_q, grad_k = rotary.back(torch.cat([grad_q, grad_k], 1)).split((q.shape[1], k.shape[1]), 1)
     if hasattr(attn, "q_norm"):
-        qkv, values = _by_head(attn, kept.qkv)
-        grad_q = gradients.norm(qkv[:, : -2 * values], attn.q_norm)[1](grad_q)
-        grad_k = gradients.norm(qkv[:, -2 * values : -values], attn.k_norm)[1](grad_k)
-    normed, norm_backward = gradients.norm(kept.x, layer.input_layernorm)
+        q, k, _ = _by_head(attn, qkv)[0].split((q.shape[1], k.shape[1], k.shape[1]), 1)
+        grad_q = gradients.norm(q, attn.q_norm)[1](grad_q)
+        grad_k = gradients.norm(k, attn.k_norm)[1](grad_k)
     grad_qkv = torch.cat([grad_q, grad_k, grad_v], 1).flatten(1)
     return grad + norm_backward(gradients.linear([getattr(attn, name) for name in QKV], normed, grad_qkv))
 

@@ -112,8 +112,7 @@ class _Shape:
     def of(cls, model: Any, head: Tensor) -> _Shape:
         config, attn = model.config, model.base_model.layers[0].self_attn
         heads, hidden = config.num_attention_heads * attn.head_dim, config.hidden_size
-        qkv = heads + 2 * config.num_key_value_heads * attn.head_dim
-        widths = (hidden, qkv, heads, hidden, 2 * config.intermediate_size)
+        widths = (hidden, heads, 2 * config.intermediate_size)
         return cls(widths, config.num_hidden_layers, hidden, len(head), head.dtype)
 
     @property
