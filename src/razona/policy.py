@@ -20,6 +20,8 @@ from razona.models.multimodal import set_dtype, towers
 from razona.models.save import save
 from razona.models.scorer import Scorer, wrap
 
+ADDED_AT_ONCE = 2**19  # a sum of two dtypes copies one of them first: a copy this small stays in the cache
+
 
 class NotFinite(ModelError):
     """A loss or a gradient is nan or infinite. The weights are as they were before it."""
@@ -262,9 +264,10 @@ def _accumulate_into(master: nn.Parameter) -> Any:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if master.grad is None:
-            master.grad = parameter.grad.float()
+            master.grad = parameter.grad.float().contiguous()
         else:
-            master.grad.add_(parameter.grad)
+            total, found = (x.flatten().split(ADDED_AT_ONCE) for x in (master.grad, parameter.grad))
+            torch._foreach_add_(total, found)
         parameter.grad = None
 
     return hook

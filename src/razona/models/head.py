@@ -25,8 +25,6 @@ class Known(Protocol):
 
     def derivatives(self) -> Tensor: ...
 
-    def drop_derivatives(self) -> None: ...
-
 
 class Head:
     """Hidden states ``[S, h]`` -> log-probs. ``softcap`` and ``scale`` as some model families define them."""
@@ -110,7 +108,7 @@ class _Logprobs(torch.autograd.Function):
         known: Known | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.head, ctx.temperature, ctx.known = head, temperature, known
+        ctx.head, ctx.temperature = head, temperature
         if known is not None:
             ctx.kept = known.derivatives()
             return known.logprobs.clone()
@@ -143,8 +141,6 @@ class _Logprobs(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_bias = _plus(grad_bias, (d.t() @ g.to(d.dtype))[:, 0], last=rows.stop == count)
         ctx.kept = None  # it is large, and the layers' own backward comes next
-        if ctx.known is not None:
-            ctx.known.drop_derivatives()
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

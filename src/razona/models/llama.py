@@ -47,10 +47,6 @@ class Source(Protocol):
 
     def get(self) -> Kept: ...
 
-    def drop(self) -> None:
-        """It was the last time."""
-        ...
-
 
 class Rotary(NamedTuple):
     """Rotary position embedding of N tokens, ``[N, 1, D]`` each."""
@@ -192,7 +188,6 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         gradients = _Gradients()
         grad = _layer_backward(ctx.layer, ctx.source.get(), grad, ctx.rotary, ctx.layout, gradients)
-        ctx.source.drop()
         return grad, None, None, None, None, None, *(gradients.of(p) for p in ctx.trained)
 
 
@@ -203,12 +198,16 @@ def _layer_backward(
     ``gradients``."""
     attn, mlp = layer.self_attn, layer.mlp
     # The MLP, and around it.
-    gate, up = (part.detach().requires_grad_() for part in kept.gate_up.chunk(2, -1))
+    gate, up = kept.gate_up.chunk(2, -1)
+    gate = gate.detach().requires_grad_()
     with torch.enable_grad():
-        inner = mlp.act_fn(gate) * up
-    grad_inner = gradients.linear([mlp.down_proj], inner.detach(), grad)
-    grad_gate_up = torch.cat(torch.autograd.grad(inner, (gate, up), grad_inner), -1)
-    del inner, gate, up, grad_inner
+        active = mlp.act_fn(gate)
+    grad_inner = gradients.linear([mlp.down_proj], active.detach() * up, grad)
+    grad_gate_up = torch.empty_like(kept.gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, -1)
+    torch.mul(grad_inner, active.detach(), out=grad_up)
+    grad_gate.copy_(torch.autograd.grad(active, gate, grad_inner.mul_(up))[0])
+    del gate, active, grad_inner
     middle = kept.x + attn.o_proj.forward(kept.attended)
     normed, norm_backward = gradients.norm(middle, layer.post_attention_layernorm)
     grad = grad + norm_backward(gradients.linear([mlp.gate_proj, mlp.up_proj], normed, grad_gate_up))

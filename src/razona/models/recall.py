@@ -9,6 +9,7 @@ are computed as usual.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from razona.models.llama import Kept, can_replay
 from razona.types import Prompt, Sampling
 
 RECALL_BYTES = 2 * 2**30
-RESERVED = 8  # times as much may be set aside, untouched: most completions end before their room does
+RESERVED = 1 if sys.platform == "win32" else 8
+"""Times as much may be set aside and never touched, as most completions end before their room does; Windows
+counts that as used."""
 
 
 class Recall:
@@ -47,7 +50,7 @@ class Recall:
         """The weights have changed. The memory stays for the next step: to get it anew from the system takes
         longer than to write to it."""
         for block in self.blocks:
-            if block.memory is not None and not block.gives_way:
+            if block.memory is not None:
                 self.spare.append(block.memory)
             block.forget()
         self.blocks.clear()
@@ -82,7 +85,6 @@ class Recall:
                 if fitting:
                     self.spare.remove(fitting[0])
         self.blocks += blocks
-        self.blocks[0].gives_way = len(self.blocks) > 1
         return Recorder(self, blocks)
 
     def of(self, batch: Batch, *, temperature: float) -> Recalled | None:
@@ -153,9 +155,9 @@ class _Memory:
             return torch.empty(tokens, width, dtype=shape.dtype)
 
         self.tokens = tokens
-        self.layers: list[Tensor | None] = [room(sum(shape.widths)) for _ in range(shape.layers)]
+        self.layers = [room(sum(shape.widths)) for _ in range(shape.layers)]
         self.last = room(shape.hidden)
-        self.derivatives: Tensor | None = room(shape.vocabulary)
+        self.derivatives = room(shape.vocabulary)
 
 
 class _Block:
@@ -166,18 +168,11 @@ class _Block:
         self.traces: list[Trace] = []
         self.tokens = 0
         self.memory: _Memory | None = None
-        self.gives_way = False
-        """Its memory is let go layer by layer, as its backward pass proceeds: the gradients of the weights,
-        which that pass is the first to find, take as much."""
 
     def add(self, trace: Trace) -> None:
         trace.block, trace.start = self, self.tokens
         self.traces.append(trace)
         self.tokens += trace.tokens
-
-    @property
-    def is_used_up(self) -> bool:
-        return all(len(trace.taken) == trace.count for trace in self.traces)
 
     def forget(self) -> None:
         self.memory = None
@@ -247,7 +242,7 @@ class Recorder:
         for index, block in enumerate(self.blocks):  # the last tokens were never fed: nobody sees them
             own, memory = ends[self.block_of == index], needed(block.memory)
             for room in (*memory.layers, memory.last):
-                needed(room).index_fill_(0, own, 0.0)
+                room.index_fill_(0, own, 0.0)
         if self.blocks:
             self.recall.left -= sum(self.used) * self.blocks[0].shape.token_bytes
         return self.traces
@@ -261,8 +256,8 @@ class _Places:
     own: Tensor | slice
     at: Tensor
 
-    def put(self, memory: Tensor | None, values: Tensor) -> None:
-        needed(memory).index_copy_(0, self.at, values[self.own])
+    def put(self, memory: Tensor, values: Tensor) -> None:
+        memory.index_copy_(0, self.at, values[self.own])
 
 
 class Recalled:
@@ -300,24 +295,12 @@ class Recalled:
         """What layer ``index`` kept, side by side."""
         return self._gather([m.layers[index] for m in self.memories], self.tokens)
 
-    def drop_layer(self, index: int) -> None:
-        for memory in self._leaving():
-            memory.layers[index] = None
-
     def derivatives(self) -> Tensor:
         """``[S, V]`` of the scored tokens' log-probs with respect to raw logits."""
         return self._gather([m.derivatives for m in self.memories], self.scored)
 
-    def drop_derivatives(self) -> None:
-        for memory in self._leaving():
-            memory.derivatives = None
-
-    def _leaving(self) -> list[_Memory]:
-        """Memory that is let go after use."""
-        return [m for b, m in zip(self.blocks, self.memories, strict=True) if b.gives_way and b.is_used_up]
-
-    def _gather(self, memory: Sequence[Tensor | None], places: Sequence[Tensor | slice]) -> Tensor:
-        parts = [needed(room)[own] for room, own in zip(memory, places, strict=True)]
+    def _gather(self, memory: Sequence[Tensor], places: Sequence[Tensor | slice]) -> Tensor:
+        parts = [room[own] for room, own in zip(memory, places, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -330,9 +313,6 @@ class LayerSource:
     def get(self) -> Kept:
         widths = self.recalled.blocks[0].shape.widths
         return Kept(*self.recalled.layer(self.index).split(widths, 1))
-
-    def drop(self) -> None:
-        self.recalled.drop_layer(self.index)
 
 
 def as_slice(places: Tensor) -> Tensor | slice:
