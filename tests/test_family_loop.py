@@ -23,7 +23,7 @@ from razona.batch import Batch, collate
 from razona.checkpoint import newest_checkpoint
 from razona.metrics import UpdateMeter
 from razona.objective import Objective, cispo, grpo, gspo, rloo
-from razona.train.grpo import objective_from
+from razona.setup import objective_from
 from razona.types import Completion, Group, Prompt
 
 SEVERAL = {"minibatches_per_rollout": 2, "run__num_steps": 1}

@@ -14,6 +14,7 @@ from razona.config import ModelConfig
 from razona.console import Console
 from razona.data import load_rows
 from razona.errors import ConfigError, DataError
+from razona.evaluate import make_evaluator
 from razona.log import json_line
 from razona.setup import make_engine, make_policy
 from razona.train import grpo
@@ -128,7 +129,7 @@ class GRPOTrainer(Trainer):
             )
         config = self._config(resume=False, evaluates=True)
         config = replace(config, eval=replace(config.eval, best_metric=""))
-        evaluator = grpo.make_evaluator(
+        evaluator = make_evaluator(
             config, self._loaded, load_rows(rows), self.reward_funcs, (), self.console, ()
         )
         assert evaluator is not None
