@@ -25,7 +25,7 @@ from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, completion_means, rollout_metrics
 from razona.models import LoadedModel
-from razona.objective import Objective, silent_where_flat
+from razona.objective import Objective, silent_where_flat, without_kl
 from razona.policy import Policy, Reference, finite
 from razona.progress import (
     GO_ON,
@@ -129,7 +129,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     rollout = rollout.with_reference(reference, temperature=temperature, budget=budget)
 
             weights = tuple(b.weight for b in parts.rewards)
-            rollout = rollout.with_advantages(objective.advantage_fn, reward_weights=weights)
+            rollout = rollout.with_advantages(without_kl(objective.advantage_fn), reward_weights=weights)
             meter = UpdateMeter(objective)
             for minibatch in rollout.minibatches(
                 config.minibatches_per_rollout, epochs=config.epochs_per_rollout, seed=step
@@ -230,7 +230,7 @@ def run(
     the run; ``go_on`` is what to say when the run was interrupted.
     """
     config = with_task(config, own_rewards=bool(reward_fns))
-    validate(config, eval_rows=eval_rows is not None)
+    validate(config, eval_rows=eval_rows is not None, objective=objective)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
     table = load_table(config.data.path if rows is None else rows, config.data, console)
