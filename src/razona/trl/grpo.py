@@ -26,9 +26,6 @@ from razona.trl.rewards import Notes, reward_functions
 from razona.trl.translate import grpo_config
 
 REFUSED = {
-    "tokenizer": "is called processing_class: write processing_class=tokenizer, as in TRL",
-    "optimizers": "is not supported: the optimizer is AdamW. Leave it out; set learning_rate",
-    "quantization_config": "is not supported. Leave it out",
     "tools": "is not supported: completions call no tools. Leave it out",
     "rollout_func": "is not supported: the trained model itself samples. Leave it out",
     "environment_factory": "is not supported: completions are one turn. Leave it out",
