@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import (
 )
 from trl_helpers import tiny_folder, trainer
 
+from razona.console import Console
 from razona.errors import CheckpointError, ConfigError, DataError, RewardError
 from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -293,6 +295,17 @@ def test_save_model(folder: Path, tmp_path: Path) -> None:
     assert saved.dtype == torch.float32 and (tmp_path / "run/metrics.jsonl").exists()
     with pytest.raises(ConfigError, match="is the folder of a run"):
         made.save_model(str(tmp_path / "run"))
+
+
+def test_what_there_is_to_say_of_a_model_is_said_once(tmp_path: Path) -> None:
+    printed = io.StringIO()
+    model = tiny_model("gpt2", attn_pdrop=0.1)
+    args = GRPOConfig(str(tmp_path), max_steps=1, max_completion_length=4)
+    made = GRPOTrainer(
+        model, varied, args, ROWS, processing_class=tiny_tokenizer(), console=Console(file=printed)
+    )
+    made.train()
+    assert printed.getvalue().count("Dropout is off in every pass (2 layers") == 1
 
 
 def test_save_model_of_several_dtypes(tmp_path: Path) -> None:

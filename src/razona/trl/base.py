@@ -50,7 +50,8 @@ class Trainer:
         self.callbacks = [
             callback() if isinstance(callback, type) else callback for callback in callbacks or ()
         ]
-        self._loaded = given_model(model, processing_class, args, peft_config, self.console)
+        loaded = given_model(model, processing_class, args, peft_config, self.console)
+        self._loaded = replace(loaded, notes=())  # they are said, and need not be again in every run
         self._unlogged: list[dict[str, float]] = []
         self._losses: list[dict[str, float]] = []
         self._emit("on_init_end")
