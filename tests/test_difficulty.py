@@ -18,8 +18,7 @@ from razona.data import PromptSource
 from razona.difficulty import Band, PassRate, Tally, make_source
 from razona.engines.fake import FakeEngine
 from razona.errors import ConfigError, DataError
-from razona.rewards import bind
-from razona.rollout import pass_reward
+from razona.rewards import bind, pass_reward
 from razona.types import Prompt
 
 BAND = {"objective__difficulty": {"min_pass_rate": 0.2, "max_pass_rate": 0.8}}

@@ -1,12 +1,15 @@
-"""The command lines of docs/data.md are ones that the command takes."""
+"""The command lines of docs/data.md are ones that the command takes; the code of docs/objectives.md runs."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tiny_runs import lines, model_folder
 
 from razona.cli import COMMANDS
 from razona.config.load import load_config
@@ -34,3 +37,28 @@ def test_the_command_takes_it(line: str) -> None:
 def test_what_it_says_of_gsm8k() -> None:
     for value in (gsm8k.HUB_ID, gsm8k.SYSTEM, gsm8k.GOLD, gsm8k.PROMPT_COLUMN, *gsm8k.REWARDS):
         assert f"`{value}`" in PAGE, value
+
+
+def test_the_formula_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    name = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+    assert name in code and "num_steps=20" in code
+    code = code.replace(name, repr(str(model_folder(tmp_path / "tiny")))).replace("steps=20", "steps=2")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    printed = capsys.readouterr().out
+    assert "by mine" in printed and "advantage: custom: above_the_median" in printed
+    assert "the loss is custom: soft_clip" in printed
+    assert all(step["grad_norm"] > 0 for step in lines(tmp_path / "runs/razona/metrics.jsonl"))
+
+    rewards = torch.tensor([[1.0, 2.0, 5.0], [torch.nan, 0.0, 3.0]])[..., None]
+    found = names["above_the_median"](rewards, reward_weights=(1.0,), loss_mask=None)
+    assert found[:, 0].tolist() == [-1.0, 0.0, 3.0, 0.0, 0.0, 3.0]
+    logprobs = torch.tensor([[-1.0, -2.0, 0.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    names["soft_clip"](logprobs, logprobs.detach(), torch.tensor([[3.0]]), mask).sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[-3.0, -3.0, 0.0]]

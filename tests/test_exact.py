@@ -72,6 +72,19 @@ def exact_share(policy: Policy, groups: Sequence[Group], *, budget: int = 4096) 
     return same / count, count
 
 
+def check_rows_alone(policy: Policy, *, groups: int, max_length: int, at_least: int) -> None:
+    """The bits of groups of three, whose last row goes on alone for ``at_least`` tokens in all."""
+    prompts = prompts_of(20)
+    stops, alone = usual_tokens(policy, prompts, 3), 0
+    for first in range(0, 10 * groups, 10):
+        sampling = Sampling(group_size=3, max_completion_length=max_length)
+        found = sample(policy, prompts, sampling, stops=stops, first=first)
+        *_, second, last = sorted(len(c.token_ids) for c in found[0].completions)
+        alone += last - second
+        assert exact_share(policy, found)[0] == 1.0
+    assert alone > at_least, f"rows went on alone for {alone} tokens only"
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,16 +116,7 @@ def test_the_comparison_has_power() -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
-    policy, prompts = wide_policy(), prompts_of(20)
-    stops = usual_tokens(policy, prompts, 3)
-    alone = 0
-    for first in range(0, 150, 10):
-        sampling = Sampling(group_size=3, max_completion_length=64)
-        groups = sample(policy, prompts, sampling, stops=stops, first=first)
-        *_, second, last = sorted(len(c.token_ids) for c in groups[0].completions)
-        alone += last - second
-        assert exact_share(policy, groups)[0] == 1.0
-    assert alone > 50, f"rows went on alone for {alone} tokens only"
+    check_rows_alone(wide_policy(), groups=15, max_length=64, at_least=50)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])

@@ -22,8 +22,8 @@ from tiny_runs import (
 from razona.batch import Batch, collate
 from razona.checkpoint import newest_checkpoint
 from razona.metrics import UpdateMeter
-from razona.objective import Objective, cispo, grpo, gspo, rloo
-from razona.train.grpo import objective_from
+from razona.objective import Objective, cispo, grpo, gspo, rloo, with_importance
+from razona.setup import objective_from
 from razona.types import Completion, Group, Prompt
 
 SEVERAL = {"minibatches_per_rollout": 2, "run__num_steps": 1}
@@ -185,18 +185,13 @@ def test_what_the_sampler_cut_off_is_corrected_and_measured(model: Path, tmp_pat
 
 def test_the_kl_is_not_weighted(model: Path, tmp_path: Path) -> None:
     """Every policy term is masked away, and a KL term that pulls on every token stays."""
-    nothing = {"level": "token", "outside": "mask", "low": 1.0, "high": 1.0}
+    nothing: dict[str, Any] = {"level": "token", "outside": "mask", "low": 1.0, "high": 1.0}
+    plain: dict[str, Any] = {"sampling__top_p": 0.5, "run__num_steps": 1}
     for coefficient in (0.0, 0.5):
-        config = grpo_config(
-            model,
-            tmp_path / f"{coefficient}",
-            sampling__top_p=0.5,
-            objective__importance=nothing,
-            objective__kl_coef=coefficient,
-            run__num_steps=1,
+        pull = with_importance(grpo(kl_coef=coefficient), **nothing)._replace(
+            kl_fn=lambda lp, ref, old, mask: torch.where(mask, lp, 0.0)
         )
-        pull = objective_from(config)._replace(kl_fn=lambda lp, ref, old, mask: torch.where(mask, lp, 0.0))
-        run_grpo(config, objective=pull)
+        run_grpo(grpo_config(model, tmp_path / f"{coefficient}", **plain), objective=pull)
         step, *_ = lines(tmp_path / f"{coefficient}/metrics.jsonl")
         assert step["importance/masked"] > 0.95
         assert (step["grad_norm"] > 1.0) == (coefficient > 0)

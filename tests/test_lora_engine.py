@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_engines import likely_token, scores_of
-from test_exact import completions_of, exact_share, prompts_of, sample, usual_tokens
+from test_exact import check_rows_alone, completions_of, exact_share, prompts_of, sample, usual_tokens
 from test_lora import adapted, policy_of, with_random_b
 from tiny_models import ARCHITECTURES, tiny_model
 
@@ -96,16 +96,8 @@ def wide_policy() -> Policy:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_wide_layers_and_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
-    policy, prompts = wide_policy(), prompts_of(20)
-    stops = usual_tokens(policy, prompts, 3)
-    alone = 0
-    for first in range(0, 60, 10):
-        sampling = Sampling(group_size=3, max_completion_length=48)
-        groups = sample(policy, prompts, sampling, stops=stops, first=first)
-        *_, second, last = sorted(len(c.token_ids) for c in groups[0].completions)
-        alone += last - second
-        assert exact_share(policy, groups)[0] == 1.0
-    assert alone > 20, f"rows went on alone for {alone} tokens only"
+    policy = wide_policy()
+    check_rows_alone(policy, groups=6, max_length=48, at_least=20)
     groups = sample(policy, prompts_of(1), Sampling(group_size=1, max_completion_length=9))
     assert exact_share(policy, groups) == (1.0, 9)
 

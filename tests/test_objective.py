@@ -12,6 +12,7 @@ from tiny_runs import distance, grpo_config, lines, model_folder, run_grpo, vari
 from torch import Tensor
 
 from razona.batch import Batch
+from razona.errors import ConfigError
 from razona.losses import policy
 from razona.losses.kl import kl_k3_weighted
 from razona.losses.policy import ppo_clip
@@ -27,6 +28,7 @@ from razona.objective import (
     rloo,
     silent_where_flat,
     with_importance,
+    without_kl,
 )
 
 
@@ -160,10 +162,34 @@ def test_the_reference_follows_the_objective(model: Path, tmp_path: Path) -> Non
     run_grpo(named)
     assert distance(tmp_path / "kl", tmp_path / "named") == 0
 
-    config = grpo_config(model, tmp_path / "none", objective__kl_coef=0.1)
-    _, printed = run_grpo(config, objective=grpo())
+    _, printed = run_grpo(grpo_config(model, tmp_path / "none"), objective=grpo())
     assert "KL not measured" in printed and "lie on disk" not in printed
     assert not (tmp_path / "none/reference.safetensors").exists()
+
+    refreshed = grpo_config(model, tmp_path / "refreshed", objective__refresh_reference_every=1)
+    _, printed = run_grpo(refreshed, objective=grpo(kl_coef=0.1))
+    assert "that the policy replaces every 1 steps" in printed
+    with pytest.raises(ConfigError, match="there is nothing to refresh"):
+        run_grpo(refreshed, objective=grpo())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "dapo"},
+        {"kl_coef": 0.1, "overlong_filter": True},
+        {"clip_high": 0.3},
+        {"importance": {"level": "token"}},
+    ],
+    ids=str,
+)
+def test_options_that_an_objective_from_python_replaces(tmp_path: Path, options: dict[str, Any]) -> None:
+    config = grpo_config(tmp_path, tmp_path / "run", objective=options)
+    given = " and ".join(f"objective.{name} = " + ".*" for name in options)
+    with pytest.raises(
+        ConfigError, match=rf"^{given}: but objective= is given from Python, a GRPO with parts"
+    ):
+        run_grpo(config, objective=grpo())
 
 
 def test_a_negative_kl_coef_is_a_kl_term_too(model: Path, tmp_path: Path) -> None:
@@ -227,6 +253,19 @@ def test_advantages_see_the_kl_where_there_is_one(model: Path, tmp_path: Path, u
     first, second, *without = seen
     assert first is not None and not first.any() and second is not None and second.any()
     assert without == [None, None]
+
+
+def test_advantages_that_ask_for_no_kl_get_none(model: Path, tmp_path: Path) -> None:
+    def mine(rewards: Tensor, *, reward_weights: tuple[float, ...], loss_mask: Tensor) -> Tensor:
+        return group_advantages(rewards, reward_weights=reward_weights, loss_mask=loss_mask, std="none")
+
+    config = grpo_config(model, tmp_path / "run", measure_kl_every=1)
+    _, printed = run_grpo(config, objective=grpo()._replace(advantage_fn=mine))
+    run_grpo(grpo_config(model, tmp_path / "ours", measure_kl_every=1), objective=grpo(std="none"))
+    assert lines(tmp_path / "run/metrics.jsonl")[1]["kl"] > 0 and "advantage: custom: mine" in printed
+    assert distance(tmp_path / "run", tmp_path / "ours") == 0
+    for takes_it in (grpo().advantage_fn, rloo().advantage_fn, lambda rewards, **rest: rewards):
+        assert without_kl(takes_it) is takes_it
 
 
 @pytest.mark.parametrize("objective", [rloo(kl_coef=0.1), gspo(kl_coef=0.1), cispo(kl_coef=0.1)])

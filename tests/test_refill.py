@@ -17,8 +17,9 @@ from razona.config import RefillConfig
 from razona.data import PromptSource
 from razona.errors import CheckpointError, ConfigError, DifficultyError
 from razona.log import Phases
+from razona.refill import Refill
 from razona.rewards import bind, soft_overlong
-from razona.rollout import Refill, collect
+from razona.rollout import collect
 from razona.types import Completion, Group, Prompt, Sampling
 
 
@@ -60,7 +61,7 @@ def names(groups: list[Group]) -> list[Any]:
 def test_golden_dyn_1() -> None:
     """algorithms: round 1 keeps p2, round 2 keeps p4 and p5; 6 prompts are consumed."""
     refill, rounds = refill_of(), rounds_of(DYN_1, 3)
-    groups, rewards, figures = refill.fill(lambda: next(rounds), 3)
+    groups, rewards, figures = refill(lambda: next(rounds), 3)
     assert names(groups) == ["p2", "p4", "p5"] and rewards.shape == (3, 4, 1)
     assert rewards.sum((1, 2)).tolist() == [1, 3, 2]
     assert figures["refill/rounds"] == 2 and figures["refill/sampled_groups"] == 6
@@ -74,23 +75,23 @@ def test_golden_dyn_1() -> None:
 def test_the_cap_talks_about_difficulty() -> None:
     rounds = rounds_of(DYN_1, 3)
     with pytest.raises(DifficultyError, match=r"1 rounds, 3 prompts of 4 completions, gave 1 mixed groups"):
-        refill_of(max_rounds=1).fill(lambda: next(rounds), 3)
+        refill_of(max_rounds=1)(lambda: next(rounds), 3)
     for digits, word in (("0000", "too hard"), ("1111", "too easy")):
         rounds = rounds_of([digits] * 6, 2)
         with pytest.raises(DifficultyError, match=word):
-            refill_of(max_rounds=3).fill(lambda rounds=rounds: next(rounds), 2)  # type: ignore[misc]
+            refill_of(max_rounds=3)(lambda rounds=rounds: next(rounds), 2)  # type: ignore[misc]
 
 
 def test_surplus_waits_for_the_next_step_and_survives_a_checkpoint(tmp_path: Path) -> None:
     refill, rounds = refill_of(), rounds_of(["0100", "0000", "1011", "0110", "0001", "1111", "0010"], 3)
-    first, _, figures = refill.fill(lambda: next(rounds), 3)
+    first, _, figures = refill(lambda: next(rounds), 3)
     assert names(first) == ["p1", "p3", "p4"] and figures["refill/surplus"] == 1
     save_checkpoint(tmp_path, "step-1", {"refill": refill}, meta={})
     again = refill_of()
     load_checkpoint(tmp_path / "step-1", {"refill": again})
     assert again.surplus[0][0] == refill.surplus[0][0]
     assert torch.equal(again.surplus[0][1], refill.surplus[0][1])
-    second, _, figures = again.fill(lambda: next(rounds), 2)
+    second, _, figures = again(lambda: next(rounds), 2)
     assert names(second) == ["p5", "p7"] and figures["refill/waiting"] == 1
     other = Refill(RefillConfig(), bind([right], columns=["prompt"]), prompts_of(2))
     with pytest.raises(CheckpointError, match="completions of prompt 4"):

@@ -190,6 +190,21 @@ def test_a_run_folder_may_move(model: Path, tmp_path: Path, monkeypatch: pytest.
     assert contents(tmp_path / "there") == contents(tmp_path / "whole")
 
 
+def test_the_same_files_by_another_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    for path in (data, other):
+        path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").symlink_to(model)
+    run_grpo(grpo_config(model, tmp_path / "whole", run__num_steps=3, data__path="rows.jsonl"), rows=None)
+    run_grpo(grpo_config(model, tmp_path / "run", run__num_steps=2, data__path="rows.jsonl"), rows=None)
+    options = {"run__num_steps": 3, "run__resume": True, "model__name": "tiny/"}
+    with pytest.raises(CheckpointError, match=r"data.path: it was 'rows.jsonl' and is 'other.jsonl'"):
+        run_grpo(grpo_config(model, tmp_path / "run", data__path="other.jsonl", **options), rows=None)
+    run_grpo(grpo_config(model, tmp_path / "run", data__path=str(data), **options), rows=None)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("method", ["grpo", "sft"])
 def test_every_step_keeps_its_line_of_timings(model: Path, tmp_path: Path, method: str) -> None:
     make, run = (grpo_config, run_grpo) if method == "grpo" else (sft_config, run_sft)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -17,27 +18,12 @@ from trl_helpers import no_hub, tiny_folder
 
 from razona.errors import ConfigError
 
-SECTION_4 = '''
-import re
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FUNCTIONS = (EXAMPLES / "course_rewards.py").read_text(encoding="utf-8")
+SECTION_4 = (
+    FUNCTIONS
+    + """
 from razona.trl import GRPOConfig, GRPOTrainer
-
-def texto(c):
-    """Las completions llegan como str, o como lista de mensajes si el prompt era conversacional."""
-    return c[0]["content"] if isinstance(c, list) else c
-
-def extraer_respuesta(s):
-    m = re.search(r"</think>\\s*(.+?)\\s*$", s, re.DOTALL)
-    return m.group(1).strip() if m else None
-
-def reward_formato(completions, **kwargs):
-    """1.0 si respeta <think>...</think> seguido de la respuesta, 0.0 si no."""
-    patron = re.compile(r"^<think>.*?</think>\\s*\\S+", re.DOTALL)
-    return [1.0 if patron.match(texto(c)) else 0.0 for c in completions]
-
-def reward_correctitud(completions, respuesta_correcta, **kwargs):
-    """2.0 si el resultado final coincide con la respuesta esperada."""
-    return [2.0 if extraer_respuesta(texto(c)) == esperada else 0.0
-            for c, esperada in zip(completions, respuesta_correcta)]
 
 trainer = GRPOTrainer(
     model="HuggingFaceTB/SmolLM2-1.7B-Instruct",
@@ -46,8 +32,8 @@ trainer = GRPOTrainer(
     train_dataset=dataset,  # columnas: "prompt" y "respuesta_correcta" — las respuestas las genera GRPO
 )
 trainer.train()
-'''
-FUNCTIONS = SECTION_4.partition("trainer = ")[0]
+"""
+)
 
 SECTION_5 = """
 from unsloth_here import FastLanguageModel
@@ -67,29 +53,8 @@ trainer = GRPOTrainer(
 trainer.train()
 """
 
-EXERCISE_3 = """
-from datasets import Dataset
-from razona.trl import GRPOConfig, GRPOTrainer
-
-SISTEMA = "Pensá dentro de <think>...</think> y después escribí solo el número."
-cuentas = [("¿Cuánto es 7 × 6?", "42"), ("¿Cuánto es 15 + 27?", "42"),
-           ("¿Cuánto es 100 − 58?", "42"), ("¿Cuánto es 84 ÷ 2?", "42")]
-ds = Dataset.from_list([
-    {"prompt": [{"role": "system", "content": SISTEMA}, {"role": "user", "content": q}],
-     "respuesta_correcta": a}
-    for q, a in cuentas
-])
-
-trainer = GRPOTrainer(
-    model="HuggingFaceTB/SmolLM2-135M-Instruct",
-    reward_funcs=[reward_formato, reward_correctitud],
-    train_dataset=ds,
-    args=GRPOConfig(output_dir="mini-grpo", num_generations=4, per_device_train_batch_size=4,
-                    max_completion_length=48, max_steps=5, logging_steps=1,
-                    temperature=1.0, report_to="none"),
-)
-trainer.train()
-"""  # noqa: RUF001
+ZERO_REWARDS = (EXAMPLES / "exercise_zero_rewards.py").read_text(encoding="utf-8")
+EXERCISE_3 = re.findall(r"^from datasets .*?^trainer\.train\(\)\n", ZERO_REWARDS, re.DOTALL | re.MULTILINE)[0]
 
 SECOND_TEXT = '''
 from datasets import load_dataset

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import (
 )
 from trl_helpers import tiny_folder, trainer
 
+from razona.console import Console
 from razona.errors import CheckpointError, ConfigError, DataError, RewardError
 from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -292,6 +295,28 @@ def test_save_model(folder: Path, tmp_path: Path) -> None:
     assert saved.dtype == torch.float32 and (tmp_path / "run/metrics.jsonl").exists()
     with pytest.raises(ConfigError, match="is the folder of a run"):
         made.save_model(str(tmp_path / "run"))
+
+
+def test_what_there_is_to_say_of_a_model_is_said_once(tmp_path: Path) -> None:
+    printed = io.StringIO()
+    model = tiny_model("gpt2", attn_pdrop=0.1)
+    args = GRPOConfig(str(tmp_path), max_steps=1, max_completion_length=4)
+    made = GRPOTrainer(
+        model, varied, args, ROWS, processing_class=tiny_tokenizer(), console=Console(file=printed)
+    )
+    made.train()
+    assert printed.getvalue().count("Dropout is off in every pass (2 layers") == 1
+
+
+def test_save_model_of_several_dtypes(tmp_path: Path) -> None:
+    """Loaded as its config says, no weight is rounded."""
+    model = tiny_model(dtype=torch.bfloat16)
+    model.lm_head.float().weight.data.mul_(1.01)
+    made = GRPOTrainer(model, varied, GRPOConfig(str(tmp_path)), ROWS, processing_class=tiny_tokenizer())
+    made.save_model()
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
 
 
 def test_push_to_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

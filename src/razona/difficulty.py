@@ -17,8 +17,8 @@ from razona.config.grpo import DifficultyConfig
 from razona.console import Console
 from razona.data import PromptSource
 from razona.errors import ConfigError, DataError
-from razona.rewards import BoundReward
-from razona.rollout import completion_seeds, pass_reward, score_groups
+from razona.rewards import BoundReward, pass_reward
+from razona.rollout import completion_seeds, score_groups
 from razona.types import Engine, Prompt, Sampling
 
 CHUNK = 64  # prompts sampled at a time, so that something can be said in between

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from razona.advantages import total_rewards
-from razona.config import OptimizerConfig
+from razona.config import GRPOConfig, OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import EvaluateConfig
 from razona.console import Console
-from razona.data import first_of, output_file
+from razona.data import Rows, first_of, output_file
 from razona.engines.hf import HFEngine
 from razona.errors import ConfigError, nearest
 from razona.log import json_line, rollout_records
 from razona.metrics import mean_and_error
-from razona.rewards import BoundReward, bind
+from razona.models import LoadedModel
+from razona.rewards import BoundReward, RewardSpec, bind
 from razona.rollout import completion_seeds, score_groups
-from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy
+from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy, overlap_note
 from razona.tasks import with_task
 from razona.types import Engine, Group, Prompt, Sampling
 
@@ -130,3 +132,40 @@ def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[s
         output.write_bytes(b"".join(lines))
         console.print(f"completions and scores are in {output}")
     return {"model": config.model.name, "prompts": len(prompts), **metrics}
+
+
+def make_evaluator(
+    config: GRPOConfig,
+    loaded: LoadedModel,
+    rows: Rows | None,
+    reward_fns: Sequence[RewardSpec],
+    eval_reward_fns: Sequence[RewardSpec],
+    console: Console,
+    training: Sequence[Prompt],
+) -> Evaluator | None:
+    """What measures held-out ``rows``: with the rewards of training unless evaluation has its own. Says which
+    of its prompts are ``training`` prompts too.
+    """
+    if rows is None:
+        return None
+    own = tuple(eval_reward_fns) or config.eval.rewards
+    rewards = bind(
+        own or reward_fns,
+        columns=rows.renamed(config.data.rename).columns,
+        weights=None if own else config.objective.reward_weights or None,
+    )
+    evaluator = Evaluator(
+        fitting_prompts(rows, loaded, config.data, config.sampling, console),
+        rewards,
+        sampling=replace(
+            config.sampling, group_size=config.eval.samples, temperature=config.eval.temperature
+        ),
+        seed=config.run.seed,
+        reward_timeout=config.reward_timeout,
+    )
+    evaluator.check_best(config.eval.best_metric or "eval/reward")
+    if overlap := overlap_note(training, evaluator.prompts):
+        console.note(overlap)
+    for notice in (line for b in rewards for line in b.notices):
+        console.note(f"held-out evaluation: {notice}")
+    return evaluator

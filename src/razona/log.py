@@ -191,8 +191,18 @@ def _fact_differences(before: Any, now: Any, name: str) -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             yield from _fact_differences(before.get(key), now.get(key), f"{name}.{key}")
-    elif before != now:
+    elif not _same(before, now):
         yield f"{name}: it was {before!r} and is {now!r}"
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Equal, or two spellings of a file or folder that is there."""
+    if before == now or not (isinstance(before, str) and isinstance(now, str)):
+        return bool(before == now)
+    try:
+        return Path(before).expanduser().samefile(Path(now).expanduser())
+    except (OSError, RuntimeError, ValueError):  # not there, or text that no path can be
+        return False
 
 
 def config_differences(before: Mapping[str, Any], config: Any, prefix: str = "") -> list[str]:
@@ -215,7 +225,7 @@ def _differences(
             continue
         now = _plain(now)
         may_change = field.metadata.get("resume", False) and (field.name != "num_steps" or steps_may_change)
-        if was != now and not may_change:
+        if not may_change and not _same(was, now):
             yield f"{name}: it was {was!r} and is {now!r}"
 
 

@@ -5,6 +5,7 @@ To change one formula, replace one field: ``grpo()._replace(advantage_fn=mine)``
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ class Objective(NamedTuple):
     """What a policy-gradient run optimises.
 
     ``advantage_fn(rewards [P, G, R], *, reward_weights, loss_mask, kl=None) -> [B, 1] or [B, T]``: who did
-    better than expected (``kl`` [B, T]: see `Batch.with_advantages`);
+    better than expected (``kl`` [B, T]: see `Batch.with_advantages`; a function may do without it);
     ``loss_fn(logprobs, old_logprobs, advantages, loss_mask) -> [B, T]``: what a token contributes;
     ``weight_fn(loss_mask) -> [B, T]``: how tokens are averaged, over one optimizer step;
     ``kl_fn(logprobs, ref_logprobs, old_logprobs, loss_mask) -> [B, T]``, added ``kl_coef`` times.
@@ -284,6 +285,16 @@ def silent_where_flat(loss_fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
     except Exception:  # whatever it fails with, the first step says it better
         return False
     return gradient is None or not gradient.any()
+
+
+def without_kl(advantage_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``advantage_fn`` as the loop calls it: one without a parameter ``kl`` is not given the KL that was
+    measured.
+    """
+    parameters = inspect.signature(advantage_fn).parameters.values()
+    if any(p.name == "kl" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return advantage_fn
+    return lambda rewards, *, kl=None, **options: advantage_fn(rewards, **options)
 
 
 def group_advantages(

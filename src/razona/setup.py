@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from razona.config import DataConfig, LoRAConfig, ModelConfig, OptimizerConfig
+from razona.config import DataConfig, GRPOConfig, LoRAConfig, ModelConfig, OptimizerConfig
 from razona.config.check import check_adapter
 from razona.console import Console
 from razona.data import Rows, build_prompts, load_rows, with_gold
@@ -20,7 +20,9 @@ from razona.models import LoadedModel, attach, load, with_adapter
 from razona.models.lora import CONFIG as ADAPTER_CONFIG
 from razona.models.multimodal import set_dtype
 from razona.models.scorer import FlatScorer
-from razona.policy import Policy
+from razona.objective import OBJECTIVES, Objective, with_importance
+from razona.policy import Policy, Reference
+from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
 from razona.tasks import gsm8k
 from razona.types import Engine, Prompt, Sampling
 
@@ -174,3 +176,48 @@ def max_context(model: Any) -> int | None:
     """Positions the model was made for, where its config says."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
+
+
+def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:
+    """``reward_fns`` fitted to ``rows``, and the punishment of overlong completions where it is asked for."""
+    weights = config.objective.reward_weights
+    if config.objective.soft_overlong and reward_fns:
+        limit = config.sampling.max_completion_length
+        weights = (*(weights or (1.0,) * len(reward_fns)), 1.0)
+        reward_fns = (*reward_fns, soft_overlong(limit, config.objective.soft_overlong))
+    return bind(reward_fns, columns=rows.renamed(config.data.rename).columns, weights=weights or None)
+
+
+def objective_from(config: GRPOConfig) -> Objective:
+    """The objective that the configuration names; None stands for what its paper has."""
+    chosen, importance = config.objective, config.objective.importance
+    options: dict[str, Any] = {
+        "clip_low": chosen.clip_low,
+        "clip_high": chosen.clip_high,
+        "dual_clip": chosen.dual_clip,
+        "std": chosen.std,
+        "weights": chosen.weights,
+        "kl_coef": chosen.kl_coef,
+        "kl_estimator": chosen.kl_estimator,
+        "max_tokens": config.sampling.max_completion_length,
+        "overlong_filter": chosen.overlong_filter,
+    }
+    objective = OBJECTIVES[chosen.name](**{k: v for k, v in options.items() if v is not None})
+    if importance.level == "none":
+        return objective
+    return with_importance(
+        objective,
+        level=importance.level,
+        outside=importance.outside,
+        low=importance.low,
+        high=importance.high,
+    )
+
+
+def make_reference(
+    config: GRPOConfig, objective: Objective, policy: Policy, folder: Path
+) -> Reference | None:
+    """What the KL is measured against, where it is; its weights go to ``folder``."""
+    if not objective.kl_coef and not config.measure_kl_every:
+        return None
+    return policy.reference(folder, refresh_every=config.objective.refresh_reference_every)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from razona.config.commands import GenerateConfig
 from razona.config.common import EvalConfig, LoRAConfig
-from razona.config.grpo import GRPOConfig
+from razona.config.grpo import GRPOConfig, ObjectiveConfig
 from razona.errors import ConfigError, nearest
 
 _REASONS = {
@@ -82,16 +82,17 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def validate(config: Any, *, eval_rows: bool | None = None) -> None:
+def validate(config: Any, *, eval_rows: bool | None = None, objective: Any = None) -> None:
     """Raise ConfigError for a wrong type, a value out of range, or options that exclude each other.
 
     For configurations built in Python too: dataclasses do not check their fields. ``eval_rows`` says whether
-    held-out rows are given beside the configuration; None: not known yet.
+    held-out rows are given beside the configuration; None: not known yet. ``objective`` is an
+    `razona.objective.Objective` that stands in for that of the configuration.
     """
     _check_fields(config)
     if isinstance(config, GRPOConfig):
         _check_grpo(config)
-        _check_objective(config)
+        _check_objective(config, objective)
         if eval_rows is False and not config.eval.data:
             _check_no_evaluation(config.eval)
     if isinstance(config, GenerateConfig) and config.prompts and config.data.path:
@@ -240,9 +241,24 @@ _REFUSED = {
 """Options that an objective has no place for, and why."""
 
 
-def _check_objective(config: GRPOConfig) -> None:
-    """Options of the objective that exclude each other, or would do nothing."""
+_PARTS = (
+    "name", "clip_low", "clip_high", "dual_clip", "std", "weights", "kl_coef", "kl_estimator",
+    "overlong_filter", "importance",
+)  # fmt: skip
+"""Options that decide a part of an `Objective`; the others are the run's."""
+
+
+def _check_objective(config: GRPOConfig, given: Any) -> None:
+    """Options of the objective that exclude each other, or would do nothing. ``given``: see `validate`."""
     objective, importance = config.objective, config.objective.importance
+    kl_coef = objective.kl_coef if given is None else given.kl_coef
+    replaced = {name: getattr(objective, name) for name in _PARTS if given is not None}
+    ignored = [f"objective.{n} = {v!r}" for n, v in replaced.items() if v != getattr(ObjectiveConfig(), n)]
+    if ignored:
+        raise ConfigError(
+            f"{' and '.join(ignored)}: but objective= is given from Python, a {given.name} with parts of its "
+            "own. Give it these values, as in razona.objective.grpo(clip_high=0.28), or leave objective= out."
+        )
     for (name, option), reason in _REFUSED.items():
         value = getattr(objective, option)
         if objective.name == name and value is not None:
@@ -257,7 +273,7 @@ def _check_objective(config: GRPOConfig) -> None:
                 f"objective.importance.{option} = {value!r} has nothing to act on: importance.level is none. "
                 "Set objective.importance.level to token, sequence or geometric, or leave the others out."
             )
-    if objective.refresh_reference_every and not objective.kl_coef and not config.measure_kl_every:
+    if objective.refresh_reference_every and not kl_coef and not config.measure_kl_every:
         raise ConfigError(
             f"objective.refresh_reference_every = {objective.refresh_reference_every}: there is nothing to "
             "refresh, because without a KL no reference is kept. Set objective.kl_coef (DeepSeek-R1: 0.001) "

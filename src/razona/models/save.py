@@ -37,10 +37,20 @@ def save(
         finally:
             if bars:
                 transformers.utils.logging.enable_progress_bar()
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} if dtype is None else {dtype}
-        if dtype is not None or len(dtypes) > 1:
-            _declare_dtype(new / "config.json", functools.reduce(torch.promote_types, dtypes))
+        if dtype is None:
+            declare_widest(model, new)
+        else:
+            _declare_dtype(new / "config.json", dtype)
     return Path(folder).expanduser().absolute()
+
+
+def declare_widest(model: PreTrainedModel, folder: Path) -> None:
+    """Has the config.json that ``model`` was saved with say the widest dtype of its weights, where there are
+    several: plain transformers takes the first one it sees.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(dtypes) > 1:
+        _declare_dtype(folder / "config.json", functools.reduce(torch.promote_types, dtypes))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from razona.rewards.library import (
     soft_overlong,
     think_format,
 )
-from razona.rewards.protocol import BoundReward, RewardSpec, bind, score
+from razona.rewards.protocol import BoundReward, RewardSpec, bind, pass_reward, score
 from razona.rewards.resolve import BUILT_IN, resolve
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "exact_answer",
     "extract_answer",
     "length",
+    "pass_reward",
     "resolve",
     "score",
     "soft_overlong",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from razona.errors import RewardError, nearest
+from razona.errors import ConfigError, RewardError, nearest
 from razona.rewards.calling import TimedOut, call, call_all, is_async
 from razona.rewards.resolve import resolve
 from razona.types import Group
@@ -285,3 +285,20 @@ def _culprit(
         except _Fault:
             return index
     return None
+
+
+def pass_reward(rewards: Sequence[BoundReward], name: str, *, option: str) -> BoundReward:
+    """The reward function that says whether a completion is right: the one called ``name``, else the only
+    one, else ``exact_answer``. ConfigError, naming ``option``, when it cannot be told."""
+    judges = {b.name: b for b in rewards if b.name != "soft_overlong"}  # which only punishes
+    if not name:
+        name = next(iter(judges)) if len(judges) == 1 else "exact_answer"
+        given = "none is named."
+    else:
+        given = f"'{name}' is none of the reward functions.{nearest(name, judges)}"
+    if name in judges:
+        return judges[name]
+    raise ConfigError(
+        "Prompts are chosen by how often their completions are right, and which reward function says so? "
+        f"{given} Give --{option} one of: {', '.join(judges)}."
+    )

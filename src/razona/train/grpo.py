@@ -7,7 +7,7 @@ Shapes: P prompts, G completions of a prompt, R reward functions, B = P * G sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from razona.config.check import validate
 from razona.console import Console
 from razona.data import PromptSource, Rows
 from razona.difficulty import make_source, refilter
-from razona.evaluate import Evaluator
+from razona.evaluate import Evaluator, make_evaluator
 from razona.header import describe
 from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, completion_means, rollout_metrics
 from razona.models import LoadedModel
-from razona.objective import OBJECTIVES, Objective, silent_where_flat, with_importance
+from razona.objective import Objective, silent_where_flat, without_kl
 from razona.policy import Policy, Reference, finite
 from razona.progress import (
     GO_ON,
@@ -40,9 +40,19 @@ from razona.progress import (
     restore,
     save_run,
 )
-from razona.rewards import BoundReward, RewardSpec, bind, soft_overlong
-from razona.rollout import Refill, collect
-from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy, overlap_note
+from razona.refill import Refill, make_refill
+from razona.rewards import BoundReward, RewardSpec
+from razona.rollout import collect
+from razona.setup import (
+    fitting_prompts,
+    load_model,
+    load_table,
+    make_engine,
+    make_policy,
+    make_reference,
+    objective_from,
+    training_rewards,
+)
 from razona.tasks import with_task
 from razona.types import Engine, Prompt
 
@@ -120,7 +130,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     rollout = rollout.with_reference(reference, temperature=temperature, budget=budget)
 
             weights = tuple(b.weight for b in parts.rewards)
-            rollout = rollout.with_advantages(objective.advantage_fn, reward_weights=weights)
+            rollout = rollout.with_advantages(without_kl(objective.advantage_fn), reward_weights=weights)
             meter = UpdateMeter(objective)
             meter.watch(policy, rollout, step=step, temperature=temperature)
             for minibatch in rollout.minibatches(
@@ -217,7 +227,7 @@ def run(
     the run; ``go_on`` is what to say when the run was interrupted.
     """
     config = with_task(config, own_rewards=bool(reward_fns))
-    validate(config, eval_rows=eval_rows is not None)
+    validate(config, eval_rows=eval_rows is not None, objective=objective)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
     table = load_table(config.data.path if rows is None else rows, config.data, console)
@@ -241,7 +251,10 @@ def run(
 
     given = facts(loaded, (table, held_out), objective, rewards, evaluator)
     log = open_run(config, console, **given)
-    reference, engine = make_reference(config, objective, policy, log), make_engine(policy, loaded, console)
+    reference, engine = (
+        make_reference(config, objective, policy, log.path),
+        make_engine(policy, loaded, console),
+    )
     parts = Parts(policy, reference, engine, source, rewards, refill, evaluator, log, Progress(), on_step)
     restore(parts.log, parts.state, console)
     try:
@@ -256,71 +269,6 @@ def say(console: Console, *notices: str | None) -> None:
     """Prints those that are there."""
     for notice in filter(None, notices):
         console.note(notice)
-
-
-def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:
-    """``reward_fns`` fitted to ``rows``, and the punishment of overlong completions where it is asked for."""
-    weights = config.objective.reward_weights
-    if config.objective.soft_overlong and reward_fns:
-        limit = config.sampling.max_completion_length
-        weights = (*(weights or (1.0,) * len(reward_fns)), 1.0)
-        reward_fns = (*reward_fns, soft_overlong(limit, config.objective.soft_overlong))
-    return bind(reward_fns, columns=rows.renamed(config.data.rename).columns, weights=weights or None)
-
-
-def make_refill(
-    config: GRPOConfig, objective: Objective, rewards: Sequence[BoundReward], prompts: Sequence[Prompt]
-) -> Refill | None:
-    """Dynamic sampling, where it is asked for or belongs to the objective."""
-    options = config.objective.refill
-    wanted = options.mode == "on" or (options.mode == "auto" and objective.name == "DAPO")
-    return Refill(options, rewards, prompts) if wanted else None
-
-
-def make_reference(
-    config: GRPOConfig, objective: Objective, policy: Policy, log: RunFolder
-) -> Reference | None:
-    """What the KL is measured against, where it is."""
-    if not objective.kl_coef and not config.measure_kl_every:
-        return None
-    return policy.reference(log.path, refresh_every=config.objective.refresh_reference_every)
-
-
-def make_evaluator(
-    config: GRPOConfig,
-    loaded: LoadedModel,
-    rows: Rows | None,
-    reward_fns: Sequence[RewardSpec],
-    eval_reward_fns: Sequence[RewardSpec],
-    console: Console,
-    training: Sequence[Prompt],
-) -> Evaluator | None:
-    """What measures held-out ``rows``: with the rewards of training unless evaluation has its own. Says which
-    of its prompts are ``training`` prompts too.
-    """
-    if rows is None:
-        return None
-    own = tuple(eval_reward_fns) or config.eval.rewards
-    rewards = bind(
-        own or reward_fns,
-        columns=rows.renamed(config.data.rename).columns,
-        weights=None if own else config.objective.reward_weights or None,
-    )
-    evaluator = Evaluator(
-        fitting_prompts(rows, loaded, config.data, config.sampling, console),
-        rewards,
-        sampling=replace(
-            config.sampling, group_size=config.eval.samples, temperature=config.eval.temperature
-        ),
-        seed=config.run.seed,
-        reward_timeout=config.reward_timeout,
-    )
-    evaluator.check_best(config.eval.best_metric or "eval/reward")
-    if overlap := overlap_note(training, evaluator.prompts):
-        console.note(overlap)
-    for notice in (line for b in rewards for line in b.notices):
-        console.note(f"held-out evaluation: {notice}")
-    return evaluator
 
 
 def facts(
@@ -339,32 +287,6 @@ def facts(
         "rewards": {b.name: b.weight for b in rewards},
         "eval_rewards": {b.name: b.weight for b in judges},
     }
-
-
-def objective_from(config: GRPOConfig) -> Objective:
-    """The objective that the configuration names; None stands for what its paper has."""
-    chosen, importance = config.objective, config.objective.importance
-    options: dict[str, Any] = {
-        "clip_low": chosen.clip_low,
-        "clip_high": chosen.clip_high,
-        "dual_clip": chosen.dual_clip,
-        "std": chosen.std,
-        "weights": chosen.weights,
-        "kl_coef": chosen.kl_coef,
-        "kl_estimator": chosen.kl_estimator,
-        "max_tokens": config.sampling.max_completion_length,
-        "overlong_filter": chosen.overlong_filter,
-    }
-    objective = OBJECTIVES[chosen.name](**{k: v for k, v in options.items() if v is not None})
-    if importance.level == "none":
-        return objective
-    return with_importance(
-        objective,
-        level=importance.level,
-        outside=importance.outside,
-        low=importance.low,
-        high=importance.high,
-    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -20,6 +20,7 @@ from razona.config import BUNDLED_MODEL, LoRAConfig, ModelConfig
 from razona.console import Console
 from razona.errors import CheckpointError, ConfigError, ModelError
 from razona.models import HubSilent, LoadedModel, hand_in
+from razona.models.save import declare_widest
 from razona.setup import load_model
 from razona.trl.args import Arguments
 from razona.trl.figures import eval_figures, mean_of, training_figures
@@ -49,7 +50,8 @@ class Trainer:
         self.callbacks = [
             callback() if isinstance(callback, type) else callback for callback in callbacks or ()
         ]
-        self._loaded = given_model(model, processing_class, args, peft_config, self.console)
+        loaded = given_model(model, processing_class, args, peft_config, self.console)
+        self._loaded = replace(loaded, notes=())  # they are said, and need not be again in every run
         self._unlogged: list[dict[str, float]] = []
         self._losses: list[dict[str, float]] = []
         self._emit("on_init_end")
@@ -75,6 +77,8 @@ class Trainer:
                 f"{folder} is the folder of a run, with its own config.json. Give another folder."
             )
         self.model.save_pretrained(folder)
+        if not hasattr(self.model, "peft_config"):
+            declare_widest(self.model, folder)
         (self._loaded.processor or self._loaded.tokenizer).save_pretrained(folder)
 
     def push_to_hub(self, commit_message: str = "Model trained with razona", **options: Any) -> Any:
@@ -316,8 +320,19 @@ LORA_OFF: dict[str, Any] = {
 """Options of `peft.LoraConfig` that have no place here. Dropout is off in any case."""
 
 
-def check_names(trainer: str, given: Mapping[str, Any], why: Mapping[str, str]) -> None:
-    """ConfigError for keywords that the trainer does not have, and for those it has, but that cannot work."""
+REFUSED = {
+    "tokenizer": "is called processing_class: write processing_class=tokenizer, as in TRL",
+    "optimizers": "is not supported: the optimizer is AdamW. Leave it out; set learning_rate",
+    "quantization_config": "is not supported. Leave it out",
+}
+"""Arguments of both trainers that cannot work, and why."""
+
+
+def check_names(trainer: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """ConfigError for keywords that the trainer does not have, and for those it has, but that cannot work:
+    ``refused`` are its own.
+    """
+    why = {**REFUSED, **refused}
     for name, value in given.items():
         if name not in why:
             raise TypeError(f"{trainer} has no argument '{name}'")

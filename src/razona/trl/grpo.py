@@ -14,6 +14,7 @@ from razona.config import ModelConfig
 from razona.console import Console
 from razona.data import load_rows
 from razona.errors import ConfigError, DataError
+from razona.evaluate import make_evaluator
 from razona.log import json_line
 from razona.setup import make_engine, make_policy
 from razona.train import grpo
@@ -25,9 +26,6 @@ from razona.trl.rewards import Notes, reward_functions
 from razona.trl.translate import grpo_config
 
 REFUSED = {
-    "tokenizer": "is called processing_class: write processing_class=tokenizer, as in TRL",
-    "optimizers": "is not supported: the optimizer is AdamW. Leave it out; set learning_rate",
-    "quantization_config": "is not supported. Leave it out",
     "tools": "is not supported: completions call no tools. Leave it out",
     "rollout_func": "is not supported: the trained model itself samples. Leave it out",
     "environment_factory": "is not supported: completions are one turn. Leave it out",
@@ -128,7 +126,7 @@ class GRPOTrainer(Trainer):
             )
         config = self._config(resume=False, evaluates=True)
         config = replace(config, eval=replace(config.eval, best_metric=""))
-        evaluator = grpo.make_evaluator(
+        evaluator = make_evaluator(
             config, self._loaded, load_rows(rows), self.reward_funcs, (), self.console, ()
         )
         assert evaluator is not None

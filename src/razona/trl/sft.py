@@ -25,10 +25,7 @@ from razona.trl.fields import TRL_VERSION
 from razona.trl.translate import sft_config
 
 REFUSED = {
-    "tokenizer": "is called processing_class: write processing_class=tokenizer, as in TRL",
-    "optimizers": "is not supported: the optimizer is AdamW. Leave it out; set learning_rate",
     "optimizer_cls_and_kwargs": "is not supported: the optimizer is AdamW. Leave it out",
-    "quantization_config": "is not supported. Leave it out",
     "data_collator": "is not supported: rows are packed as they are. Leave it out",
     "compute_loss_func": "is not supported: the loss is nll. Leave it out",
     "compute_metrics": "is not supported. Leave it out, and read eval_loss of evaluate()",
