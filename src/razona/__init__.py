@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RefillConfig as RefillConfig,
         RunConfig as RunConfig,
         SFTConfig as SFTConfig,
+        SFTEvalConfig as SFTEvalConfig,
     )
     from razona.errors import (
         CheckpointError as CheckpointError,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "razona.config": (
         "DataConfig DifficultyConfig EvalConfig GRPOConfig ImportanceConfig LoRAConfig ModelConfig "
-        "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig"
+        "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig SFTEvalConfig"
     ),
     "razona.errors": (
         "CheckpointError ConfigError DataError DifficultyError ModelError RazonaError RewardError"

@@ -11,7 +11,7 @@ from razona.config.common import (
     RunConfig,
 )
 from razona.config.grpo import DifficultyConfig, GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
-from razona.config.sft import SFTConfig
+from razona.config.sft import SFTConfig, SFTEvalConfig
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -31,5 +31,6 @@ __all__ = [
     "RefillConfig",
     "RunConfig",
     "SFTConfig",
+    "SFTEvalConfig",
     "SelectConfig",
 ]

@@ -30,6 +30,7 @@ SHORT_FLAGS = {
     "--gold": "--data.gold",
     "--system": "--data.system",
     "--eval-data": "--eval.data",
+    "--eval-every": "--eval.every",
     "--objective": "--objective.name",
     "--min-pass-rate": "--objective.difficulty.min-pass-rate",
     "--max-pass-rate": "--objective.difficulty.max-pass-rate",

@@ -39,10 +39,18 @@ class Head:
         """fp32 logits ``[S, V]`` of a few rows, for sampling; at temperature 1."""
         return self.finish(self.project(hidden), temperature=1.0)
 
-    def logprobs(self, hidden: Tensor, target: Tensor, *, temperature: float) -> Tensor:
-        """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable."""
+    def logprobs(
+        self, hidden: Tensor, target: Tensor, *, temperature: float, notes: Tensor | None = None
+    ) -> Tensor:
+        """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable.
+
+        ``notes`` ``[2, S]``, where given, is filled with whether the target is the most probable token, 1 or
+        0, and with the entropy of the distribution, in nats.
+        """
         weight, bias = self.projection.weight, self.projection.bias
-        result: Tensor = _Logprobs.apply(hidden, weight, bias, target, self, temperature)  # type: ignore[no-untyped-call]
+        result: Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, target, self, temperature, notes
+        )
         return result
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -84,6 +92,7 @@ class _Logprobs(torch.autograd.Function):
         target: Tensor,
         head: Head,
         temperature: float,
+        notes: Tensor | None,
     ) -> Tensor:
         count, vocabulary = target.numel(), weight.shape[0]
         keep = any(ctx.needs_input_grad[:3]) and count * vocabulary * weight.element_size() <= KEPT_BYTES
@@ -91,7 +100,16 @@ class _Logprobs(torch.autograd.Function):
         kept = hidden.new_empty(count, vocabulary) if keep else None
         for rows in _chunks(count):
             raw = head.project(hidden[rows])
-            _score(raw, target[rows], out[rows], head, temperature, None if kept is None else kept[rows])
+            noted = None if notes is None else notes[:, rows]
+            _score(
+                raw,
+                target[rows],
+                out[rows],
+                head,
+                temperature,
+                noted,
+                kept=None if kept is None else kept[rows],
+            )
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.kept, ctx.head, ctx.temperature = kept, head, temperature
         return out
@@ -105,7 +123,8 @@ class _Logprobs(torch.autograd.Function):
             d = ctx.kept
             if d is None:
                 d = ctx.head.project(hidden[rows])
-                _score(d, target[rows], torch.empty(len(d), device=d.device), ctx.head, ctx.temperature, d)
+                unused = torch.empty(len(d), device=d.device)
+                _score(d, target[rows], unused, ctx.head, ctx.temperature, kept=d)
             g = grad[rows, None]
             torch.mul(d @ weight, g, out=grad_hidden[rows])
             if ctx.needs_input_grad[1]:
@@ -115,7 +134,7 @@ class _Logprobs(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_bias = _plus(grad_bias, (d.t() @ g.to(d.dtype))[:, 0], last=rows.stop == count)
         ctx.kept = None  # it is large, and the layers' own backward comes next
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _plus(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:
@@ -127,11 +146,18 @@ def _plus(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:
 
 
 def _score(
-    raw: Tensor, target: Tensor, out: Tensor, head: Head, temperature: float, derivatives: Tensor | None
+    raw: Tensor,
+    target: Tensor,
+    out: Tensor,
+    head: Head,
+    temperature: float,
+    notes: Tensor | None = None,
+    *,
+    kept: Tensor | None,
 ) -> None:
-    """Writes the log-probs of ``target`` to ``out``, and d logprob / d raw to ``derivatives`` if given (which
-    may be ``raw`` itself). 1 - p of the target is taken as -expm1(log p): near certainty 1 - p would lose its
-    digits."""
+    """Writes the log-probs of ``target`` to ``out``, what `Head.logprobs` notes to ``notes`` if given, and d
+    logprob / d raw to ``kept`` if given (which may be ``raw`` itself). 1 - p of the target is taken as
+    -expm1(log p): near certainty 1 - p would lose its digits."""
     for start in range(0, raw.shape[0], TILE):
         rows = slice(start, start + TILE)
         tile = raw[rows]
@@ -139,10 +165,13 @@ def _score(
         label = target[rows, None]
         chosen = logprobs.gather(1, label)
         out[rows] = chosen[:, 0]
-        if derivatives is not None:
+        if notes is not None:
+            notes[0, rows] = (logprobs.argmax(-1) == target[rows]).float()
+            notes[1, rows] = -(logprobs.exp() * logprobs).nansum(-1)  # 0 * -inf where p is 0
+        if kept is not None:
             d = logprobs.exp_().neg_().scatter_(1, label, -torch.expm1(chosen))
             slope = head.derivative(tile, temperature=temperature)
-            derivatives[rows] = d if isinstance(slope, float) and slope == 1.0 else d * slope
+            kept[rows] = d if isinstance(slope, float) and slope == 1.0 else d * slope
 
 
 def _chunks(count: int) -> Iterator[slice]:
