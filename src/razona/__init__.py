@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ConfigError as ConfigError,
         DataError as DataError,
         DifficultyError as DifficultyError,
+        HubError as HubError,
         ModelError as ModelError,
         RazonaError as RazonaError,
         RewardError as RewardError,
@@ -53,7 +54,7 @@ _PUBLIC = {
         "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig SFTEvalConfig"
     ),
     "razona.errors": (
-        "CheckpointError ConfigError DataError DifficultyError ModelError RazonaError RewardError"
+        "CheckpointError ConfigError DataError DifficultyError HubError ModelError RazonaError RewardError"
     ),
     "razona.types": "Completion Group Prompt Sampling",
 }

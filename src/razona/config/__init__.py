@@ -1,6 +1,13 @@
 """Frozen dataclasses, one file per loop."""
 
-from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig, MergeConfig, SelectConfig
+from razona.config.commands import (
+    DemoConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    MergeConfig,
+    PushConfig,
+    SelectConfig,
+)
 from razona.config.common import (
     BUNDLED_MODEL,
     DataConfig,
@@ -28,6 +35,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "PushConfig",
     "RefillConfig",
     "RunConfig",
     "SFTConfig",
