@@ -184,7 +184,7 @@ def running_hub() -> Iterator[Hub]:
         do_GET = do_POST = do_PUT = handle_any
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:

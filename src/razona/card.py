@@ -41,13 +41,15 @@ def model_card(
     license: str = "",
     tags: Sequence[str] = (),
     dataset: str = "",
+    name: str = "",
 ) -> str:
     """The text of README.md for ``repo``, which gets the folder ``model``: the last of ``run`` or, with
-    ``best``, that of its best step. Without a run the card says only what the model is and how to load it.
+    ``best``, that of its best step. Without a run the card says only what the model is (``name``: the one it
+    was loaded by) and how to load it.
     """
     stored = read_config(run) if run is not None else {}
     steps = read_steps(run) if run is not None else []
-    base = base_of_model(model, stored)
+    base = base_of_model(model, stored or {"model": name})
     is_adapter = (model / ADAPTER_CONFIG).is_file()
     data = [dataset] if dataset else _hub_data(stored)
     front = _front_matter(

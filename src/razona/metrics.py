@@ -50,6 +50,7 @@ def rollout_metrics(
         "unique": sum(len(t) for t in texts) / len(completions),
         "entropy": -sum(sum(c.logprobs) for c in completions) / lengths.sum().item(),
         "tokens": lengths.sum().item(),
+        "prompt_tokens": float(sum(len(g.prompt.token_ids) * len(g.completions) for g in groups)),
     }
     return metrics
 

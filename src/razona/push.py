@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from razona.card import base_of_model, is_run, model_card, read_config, read_steps
 from razona.config import PushConfig
@@ -44,7 +44,7 @@ def run(config: PushConfig, *, console: Console, dry_run: bool = False) -> dict[
         said = {"dry_run": True, "repo": config.repo, "bytes": sum(sizes.values()), "card": card(config.repo)}
         return said | {"model": str(model), "files": list(sizes)}
     done = upload(model, config.repo, card, private=config.private or None, console=console)
-    return {"model": str(model), **done}
+    return {"model": str(model), **done._asdict(), "commit": done.commit.commit_url}
 
 
 def find(name: str, *, best: bool) -> tuple[Path, Path | None]:
@@ -132,6 +132,52 @@ def check_name(repo: str) -> None:
         raise ConfigError(f"'{repo}' cannot name a repository: {error} Write OWNER/NAME.") from error
 
 
+class Uploaded(NamedTuple):
+    """Where it is: the repository's full name and URL, huggingface_hub's CommitInfo, and what was sent."""
+
+    repo: str
+    url: str
+    commit: Any
+    files: list[str]
+    bytes: int
+
+
+def open_repo(
+    repo: str, *, private: bool | None, token: str | None = None, revision: str | None = None
+) -> tuple[Any, str, set[str]]:
+    """The hub's API, the full name of ``repo`` and the files that are there; the repository, and the branch,
+    are made where they are not.
+
+    ``private``: None leaves the choice to the hub. Raises HubError, which says what was refused and what to
+    do; ConfigError for a public repository that ``private`` cannot hide.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    check_name(repo)
+    api = HfApi(token=token, library_name="razona")
+    with _refusals(api, repo, "nothing was uploaded"):
+        user = api.whoami()["name"]
+        repo = repo if "/" in repo else f"{user}/{repo}"
+    there: set[str] = set()
+    with _refusals(api, repo, "nothing was uploaded"):
+        try:
+            info = api.model_info(repo)
+        except RepositoryNotFoundError:  # or no right to see it: then making it says so
+            api.create_repo(repo, private=private, exist_ok=True)
+        else:
+            if private and not info.private:
+                raise ConfigError(
+                    f"{repo} is on the hub already, and public: what is uploaded to it can be seen by all. "
+                    f"Make it private at {api.endpoint}/{repo}/settings, or give another name. Nothing was "
+                    "uploaded."
+                )
+            there = {file.rfilename for file in info.siblings or ()}
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+    return api, repo, there if revision is None else set()
+
+
 def upload(
     folder: Path,
     repo: str,
@@ -142,23 +188,13 @@ def upload(
     token: str | None = None,
     revision: str | None = None,
     message: str = "Upload of the model and its card, with razona",
-) -> dict[str, Any]:
+) -> Uploaded:
     """Every file of ``folder`` and the card, made for the repository's full name, as one commit: all of it
-    is there afterwards, or nothing. The repository is made where it is not there; ``private``: None leaves
-    the choice to the hub. Returns its name and URL, the commit's, and the files.
-
-    Raises HubError, which says what was refused and what to do; ConfigError for a public repository that
-    ``private`` cannot hide.
+    is there afterwards, or nothing. The rest as `open_repo`.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd
 
-    check_name(repo)
-    api = HfApi(token=token, library_name="razona")
-    with _refusals(api, repo, "nothing was uploaded"):
-        user = api.whoami()["name"]
-    repo = repo if "/" in repo else f"{user}/{repo}"
-    with _refusals(api, repo, "nothing was uploaded"):
-        there = _open_repo(api, repo, private=private, revision=revision)
+    api, repo, there = open_repo(repo, private=private, token=token, revision=revision)
     files = files_of(folder)
     text = card(repo).encode()
     operations = [CommitOperationAdd(CARD, text)]
@@ -173,29 +209,7 @@ def upload(
     size = len(text) + sum(path.stat().st_size for path in files.values())
     url = f"{api.endpoint}/{repo}"
     console.print(f"{len(operations)} files, {size:,} bytes, are in {url}")
-    return {"repo": repo, "url": url, "commit": commit.commit_url, "files": [CARD, *files], "bytes": size}
-
-
-def _open_repo(api: Any, repo: str, *, private: bool | None, revision: str | None) -> set[str]:
-    """Makes the repository, and the branch, where they are not there. Returns the files that are."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        info = api.model_info(repo)
-    except RepositoryNotFoundError:  # or no right to see it: then making it says so
-        api.create_repo(repo, private=private, exist_ok=True)
-        there: set[str] = set()
-    else:
-        if private and not info.private:
-            raise ConfigError(
-                f"{repo} is on the hub already, and public: what is uploaded to it can be seen by all. Make "
-                f"it private at {api.endpoint}/{repo}/settings, or give another name. Nothing was uploaded."
-            )
-        there = {file.rfilename for file in info.siblings or ()}
-    if revision is not None:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-        return set()
-    return there
+    return Uploaded(repo, url, commit, [CARD, *files], size)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from razona.losses.weights import masked_sum, per_token
 from razona.models import LoadedModel
 from razona.policy import Policy, finite
 from razona.progress import (
+    GO_ON,
     Interrupt,
     OnStep,
     Progress,
@@ -107,6 +108,7 @@ def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dic
         "grad_norm": norm,
         "token_accuracy": accuracy,
         "entropy": entropy,
+        "tokens": float(sum(len(row.token_ids) for row in rows)),
         "trained_tokens": float(batch.num_tokens),
     }
 
@@ -120,12 +122,13 @@ def run(
     eval_rows: Any = None,
     model: LoadedModel | None = None,
     on_step: OnStep = keep_going,
+    go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona sft`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``model`` (see
     `razona.models.hand_in`) for ``config.model.name``. ``dry_run`` stops before anything is written;
-    ``on_step`` listens, and may stop the run.
+    ``on_step`` listens, and may stop the run; ``go_on`` is what to say when the run was interrupted.
     """
     validate(config, eval_rows=eval_rows is not None)
     refuse_gold(config.data)
@@ -155,7 +158,7 @@ def run(
         policy.save(log.path / "model")
     finally:
         policy.release()
-    return finish(log, parts.progress, result, console)
+    return finish(log, parts.progress, result, console, go_on=go_on)
 
 
 def fitting_demonstrations(

@@ -8,23 +8,25 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from razona.card import model_card
 from razona.checkpoint import newest_checkpoint
-from razona.config import BUNDLED_MODEL, LoRAConfig, ModelConfig
 from razona.console import Console
-from razona.errors import CheckpointError, ConfigError, ModelError
-from razona.models import HubSilent, LoadedModel, hand_in
-from razona.setup import load_model
+from razona.errors import CheckpointError, ConfigError
+from razona.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+from razona.push import CARD, open_repo, upload
 from razona.trl.args import Arguments
 from razona.trl.figures import eval_figures, mean_of, training_figures
-from razona.trl.translate import every, model_config
+from razona.trl.model import given_model
+from razona.trl.translate import every
 
+GO_ON = "go on with: trainer.train(resume_from_checkpoint=True)"
 EVENTS_ASKED = ("should_save", "should_evaluate", "should_log", "should_epoch_stop")
 
 
@@ -77,21 +79,65 @@ class Trainer:
         self.model.save_pretrained(folder)
         (self._loaded.processor or self._loaded.tokenizer).save_pretrained(folder)
 
-    def push_to_hub(self, commit_message: str = "Model trained with razona", **options: Any) -> Any:
-        """Uploads the model to ``hub_model_id``; returns what huggingface_hub's upload does. ``options`` are
-        those of `huggingface_hub.HfApi.upload_folder`.
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        *,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> Any:
+        """Uploads the model with its card to ``hub_model_id``, as `razona push` does, in one commit; returns
+        huggingface_hub's CommitInfo. Raises HubError where the hub refuses it.
         """
-        from huggingface_hub import HfApi
-
-        args, api = self.args, HfApi(token=self.args.hub_token)
-        name = args.hub_model_id or Path(args.output_dir).absolute().name
-        repo = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        if not blocking:
+            raise ConfigError("push_to_hub(blocking=False) is not supported: it uploads, then returns.")
+        options = self._repo() | {name: v for name, v in (("token", token), ("revision", revision)) if v}
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
-            options = {"revision": args.hub_revision, **options}
-            return api.upload_folder(
-                repo_id=repo, folder_path=folder, commit_message=commit_message, **options
-            )
+            return upload(
+                Path(folder),
+                card=lambda repo: self._card(Path(folder), repo, dataset_name, tags),
+                console=self.console,
+                message=commit_message,
+                **options,
+            ).commit
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Writes the card that `push_to_hub` uploads to ``args.output_dir``, as README.md."""
+        folder, name = Path(self.args.output_dir), model_name or self._repo()["repo"]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CARD).write_text(self._card(folder, name, dataset_name, tags), encoding="utf-8")
+
+    def _repo(self) -> dict[str, Any]:
+        """Where an upload goes, as options of `razona.push`."""
+        args = self.args
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        return {
+            "repo": name,
+            "private": args.hub_private_repo,
+            "token": args.hub_token,
+            "revision": args.hub_revision,
+        }
+
+    def _card(
+        self, folder: Path, repo: str, dataset_name: str | None, tags: str | Sequence[str] | None
+    ) -> str:
+        """Made from the run of this trainer, where there was one."""
+        run = Path(self.args.output_dir) / "run" if self.state.global_step else None
+        return model_card(
+            folder, run, repo,
+            best=self.args.load_best_model_at_end and self.state.best_global_step is not None,
+            tags=[tags] if isinstance(tags, str) else list(tags or ()),
+            dataset=dataset_name or "", name=self._loaded.name,
+        )  # fmt: skip
 
     # What a run tells.
 
@@ -118,6 +164,8 @@ class Trainer:
             logging_steps=args.logging_steps,
             train_batch_size=args.per_device_train_batch_size,
         )
+        if args.push_to_hub:  # what would be refused is refused before the training, not after it
+            open_repo(**self._repo())
         started = time.time()
         for event in ("on_train_begin", "on_epoch_begin", "on_step_begin"):
             self._emit(event)
@@ -154,11 +202,12 @@ class Trainer:
         """One step in the log."""
         self.state.global_step, self.state.epoch = step * self._per_step, step / self._per_epoch
         self._losses.append({"loss": metrics["loss"]})
+        self.state.num_input_tokens_seen += int(metrics["tokens"] + metrics.get("prompt_tokens", 0))
         self._unlogged.append(training_figures(metrics, records) | self._extra_figures(step))
         self._emit("on_step_end")
         first = step == 1 and self.args.logging_first_step
         if self._log_every and (step % self._log_every == 0 or first):
-            self._log(mean_of(self._unlogged))
+            self._log(mean_of(self._unlogged) | {"num_tokens": float(self.state.num_input_tokens_seen)})
             self._unlogged = []
         if evaluated := eval_figures(metrics):
             self._log(evaluated)
@@ -185,8 +234,13 @@ class Trainer:
         metric = self.args.metric_for_best_model
         if metric is None:
             return
-        value = evaluated[metric if metric.startswith("eval_") else f"eval_{metric}"]
-        if self.state.best_metric is None or value > self.state.best_metric:
+        value, best = (
+            evaluated[metric if metric.startswith("eval_") else f"eval_{metric}"],
+            self.state.best_metric,
+        )
+        if math.isnan(value):
+            return
+        if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.state.best_model_checkpoint = f"{self.args.output_dir}/run/best"
 
@@ -221,10 +275,17 @@ class Trainer:
                 )
 
     def _load_best(self, run: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        """The weights of the best step, into the model as it stands."""
+        folder = run / "best"
+        if not folder.is_dir():
+            return
+        if hasattr(self.model, "peft_config"):
+            from peft import set_peft_model_state_dict
 
-        if (run / "best").is_dir():
-            best = AutoModelForCausalLM.from_pretrained(run / "best", dtype="auto")
+            adapter = load_file(folder / ADAPTER_WEIGHTS, device=str(self.model.device))
+            set_peft_model_state_dict(self.model, adapter, adapter_name=self.model.active_adapter)
+        else:
+            best = type(self.model).from_pretrained(folder, dtype="auto")
             self.model.load_state_dict(best.state_dict())
 
     def _resuming(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> bool:
@@ -250,70 +311,18 @@ class Trainer:
         return True
 
 
-def given_model(
-    model: Any, processing_class: Any, args: Arguments, peft_config: Any, console: Console
-) -> LoadedModel:
-    """The model by name or as an object, with its tokenizer, and with an adapter where one is asked for."""
-    config = replace(model_config(args), name=model) if isinstance(model, str) else model_config(args)
-    if isinstance(model, str):
-        loaded = _by_name(config, console, _lora(peft_config, args))
-        return loaded if processing_class is None else hand_in(loaded.model, processing_class, loaded.name)
-    name = str(getattr(model.config, "_name_or_path", "") or "handed in")
-    if processing_class is None:
-        from transformers import AutoTokenizer
-
-        try:
-            processing_class = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                "a model object without processing_class, and there is no tokenizer under its name "
-                f"'{name}'. Pass processing_class=tokenizer."
-            ) from error
-    return load_model(
-        config, console, given=hand_in(model, processing_class, name), **_lora(peft_config, args)
-    )
-
-
-def _by_name(config: ModelConfig, console: Console, lora: dict[str, Any]) -> LoadedModel:
-    """Without a hub to ask, the bundled model stands in for one that is not here; said in a line."""
-    try:
-        return load_model(config, console, **lora)
-    except HubSilent as error:
-        console.note(
-            f"{error}\nIn its place: the bundled model, {BUNDLED_MODEL}. This is not the model you named."
-        )
-        return load_model(replace(config, name=BUNDLED_MODEL), console, **lora)
-
-
-def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
-    """``peft_config`` as options of `load_model`."""
-    if peft_config is None:
-        return {}
-    for name, off in LORA_OFF.items():
-        if (value := getattr(peft_config, name, off)) != off:
-            raise ConfigError(f"peft_config.{name} = {value!r} is not supported. Leave it at {off!r}.")
-    targets = peft_config.target_modules
-    if isinstance(targets, str) and targets != "all-linear":
+def check_evaluation(args: Arguments, eval_dataset: Any) -> None:
+    """ConfigError for an evaluation without rows, and for a best model that is never measured."""
+    if args.eval_strategy != "no" and eval_dataset is None:
         raise ConfigError(
-            f"peft_config.target_modules = {targets!r} is a pattern. Give a list of layer names."
+            f"eval_strategy = {args.eval_strategy!r} without eval_dataset: there is nothing to evaluate "
+            "on. Give held-out rows, or leave it out."
         )
-    names = () if targets == "all-linear" else tuple(sorted(targets or PEFT_TARGETS))
-    options = {"alpha": peft_config.lora_alpha, "rslora": peft_config.use_rslora, "target_modules": names}
-    return {"lora": LoRAConfig(r=peft_config.r, **options), "seed": args.seed}
-
-
-PEFT_TARGETS = ("q_proj", "v_proj")  # what peft takes for Llama and its kin where none are named
-LORA_OFF: dict[str, Any] = {
-    "bias": "none",
-    "modules_to_save": None,
-    "use_dora": False,
-    "init_lora_weights": True,
-    "layers_to_transform": None,
-    "exclude_modules": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-"""Options of `peft.LoraConfig` that have no place here. Dropout is off in any case."""
+    if args.metric_for_best_model is not None and args.eval_strategy == "no":
+        raise ConfigError(
+            f"metric_for_best_model = {args.metric_for_best_model!r} with eval_strategy = 'no': it is "
+            "never measured. Set eval_strategy='steps' and eval_steps."
+        )
 
 
 def check_names(trainer: str, given: Mapping[str, Any], why: Mapping[str, str]) -> None:
