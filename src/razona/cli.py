@@ -162,7 +162,7 @@ def _explain(args: list[str], *, as_json: bool) -> int:
     from razona import explain
 
     if not args or "-h" in args or "--help" in args:
-        print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--json]")
+        print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--others REWARD ...] [--json]")
         return 0
     text, result = explain.run(args)
     print(text, file=sys.stderr if as_json else sys.stdout)
