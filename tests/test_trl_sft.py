@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import ROWS, lines
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from trl_helpers import tiny_folder
 
 from razona.errors import ConfigError, DataError
-from razona.trl import SFTConfig, SFTTrainer
+from razona.trl import GRPOConfig, SFTConfig, SFTTrainer
 
 DEMONSTRATIONS = [{"prompt": row["prompt"], "completion": f" {row['answer']}, done."} for row in ROWS]
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
@@ -154,3 +154,22 @@ def test_plain_texts(folder: Path, tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     with pytest.raises(DataError, match="no column 'prompt'"):
         made(folder, tmp_path / "none", rows=[{"body": "x"}]).train()
+
+
+def test_several_data_sets_are_evaluated_each_under_its_name(folder: Path, tmp_path: Path) -> None:
+    parts = {"a": DEMONSTRATIONS[:3], "b": DEMONSTRATIONS[3:]}
+    trainer = made(folder, tmp_path, eval_dataset=parts)
+    found = trainer.evaluate()
+    assert found["eval_a_loss"] == trainer.evaluate(parts["a"])["eval_loss"] != found["eval_b_loss"]
+    assert len(found) == 6 and "eval_a_loss" in trainer.state.log_history[0]
+    with pytest.raises(
+        ConfigError, match=r"several data sets as eval_dataset \(a, b\): a run is judged on one"
+    ):
+        made(folder, tmp_path, eval_dataset=parts, **EVAL)
+
+
+def test_another_trainers_configuration_is_refused(folder: Path) -> None:
+    """Its defaults would be taken in silence."""
+    for args in (GRPOConfig(), TrainingArguments("x"), {"max_steps": 1}):
+        with pytest.raises(ConfigError, match=r"args is a .*those of razona.trl.SFTConfig. Import that"):
+            SFTTrainer(str(folder), args, DEMONSTRATIONS)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from transformers import (
 from trl_helpers import tiny_folder, trainer
 
 from razona.errors import CheckpointError, ConfigError, RewardError
-from razona.trl import GRPOConfig, GRPOTrainer
+from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
 
@@ -60,6 +60,9 @@ def test_the_log_has_trls_names(folder: Path, tmp_path: Path) -> None:
     assert entry["num_tokens"] == sum(map(len, ids)) + sum(record["n_tokens"] for record in first)
     assert (output.global_step, output.metrics["train_loss"]) == (2, output.training_loss)
     assert made.state.log_history[-1]["train_loss"] == output.training_loss
+    rate = output.metrics["train_samples_per_second"]
+    assert rate == pytest.approx(16 / output.metrics["train_runtime"])
+    assert output.metrics["train_steps_per_second"] == pytest.approx(rate / 8)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,25 @@ def test_callbacks_hear_the_common_events(folder: Path, tmp_path: Path) -> None:
         "save 1", "step_end 2", "log 2", "log 2", "evaluate 2", "epoch_end 2",
         "save 2", "log 2", "train_end 2",
     ]  # fmt: skip
+
+
+def test_what_scripts_for_trl_touch(folder: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    made = trainer(folder, tmp_path, callbacks=[listener, EarlyStoppingCallback])
+    made.log({"mine": 1.0})
+    assert made.state.log_history[0]["mine"] == 1.0 and made.state.log_history[0]["step"] == 0
+    assert listener.events == ["init_end 0", "log 0"] and made.is_world_process_zero()
+    made.remove_callback(EarlyStoppingCallback)
+    made.remove_callback(listener)
+    assert made.callbacks == []
+    with pytest.raises(ConfigError, match="there is no callback"):
+        made.remove_callback(listener)
+    with pytest.raises(AttributeError, match="GRPOTrainer has no 'accelerator': there is one process"):
+        _ = made.accelerator
+    with pytest.raises(AttributeError, match=r"has no 'foo'. docs/from-trl.md lists"):
+        _ = made.foo
+    with pytest.raises(ConfigError, match=r"args is a .*those of razona.trl.GRPOConfig"):
+        GRPOTrainer(str(folder), varied, SFTConfig(), ROWS)  # type: ignore[arg-type]
 
 
 def test_early_stopping_stops_and_what_stops_is_saved(folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from razona.errors import CheckpointError, ConfigError
 from razona.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from razona.push import CARD, open_repo, upload
 from razona.trl.args import Arguments
+from razona.trl.checks import INSTEAD
 from razona.trl.figures import eval_figures, mean_of, training_figures
 from razona.trl.model import given_model
 from razona.trl.translate import every
@@ -68,6 +69,26 @@ class Trainer:
     def add_callback(self, callback: Any) -> None:
         """One more `transformers.TrainerCallback`, a class or an object."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Takes one away again: the object, or every one of the class."""
+        kept = [c for c in self.callbacks if c is not callback and type(c) is not callback]
+        if len(kept) == len(self.callbacks):
+            raise ConfigError(f"there is no callback {callback!r} to remove.")
+        self.callbacks = kept
+
+    def log(self, logs: Mapping[str, float]) -> None:
+        """One more entry in ``state.log_history``; callbacks hear it."""
+        self._log(logs)
+
+    def is_world_process_zero(self) -> bool:
+        """True: there is one process."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        known = INSTEAD.get(name)
+        more = f": {known}." if known else ". docs/from-trl.md lists what there is."
+        raise AttributeError(f"razona's {type(self).__name__} has no '{name}'{more}")
 
     def save_model(self, output_dir: str | None = None) -> None:
         """The model and its tokenizer or processor, for plain transformers; None: to ``args.output_dir``."""
@@ -172,7 +193,14 @@ class Trainer:
         result = run()
         self._saved()
         loss = mean_of(self._losses).get("loss") or 0.0
-        metrics = {"train_runtime": time.time() - started, "train_loss": loss}
+        runtime, updates = time.time() - started, self.state.global_step
+        metrics = {
+            "train_runtime": runtime,
+            "train_samples_per_second": updates * args.per_device_train_batch_size
+            * args.gradient_accumulation_steps / runtime,
+            "train_steps_per_second": updates / runtime,
+            "train_loss": loss,
+        }  # fmt: skip
         self._log(metrics)
         if args.load_best_model_at_end:
             self._load_best(Path(result["run"]))
@@ -309,29 +337,6 @@ class Trainer:
                     f"{newest}. A run goes on from its newest one: pass True, or delete the later ones."
                 )
         return True
-
-
-def check_evaluation(args: Arguments, eval_dataset: Any) -> None:
-    """ConfigError for an evaluation without rows, and for a best model that is never measured."""
-    if args.eval_strategy != "no" and eval_dataset is None:
-        raise ConfigError(
-            f"eval_strategy = {args.eval_strategy!r} without eval_dataset: there is nothing to evaluate "
-            "on. Give held-out rows, or leave it out."
-        )
-    if args.metric_for_best_model is not None and args.eval_strategy == "no":
-        raise ConfigError(
-            f"metric_for_best_model = {args.metric_for_best_model!r} with eval_strategy = 'no': it is "
-            "never measured. Set eval_strategy='steps' and eval_steps."
-        )
-
-
-def check_names(trainer: str, given: Mapping[str, Any], why: Mapping[str, str]) -> None:
-    """ConfigError for keywords that the trainer does not have, and for those it has, but that cannot work."""
-    for name, value in given.items():
-        if name not in why:
-            raise TypeError(f"{trainer} has no argument '{name}'")
-        if value is not None and value != (None, None) and value != []:
-            raise ConfigError(f"{trainer}({name}=...) {why[name]}.")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from razona.log import json_line
 from razona.setup import make_engine, make_policy
 from razona.train import grpo
 from razona.trl.args import GRPOConfig, updates_per_rollout
-from razona.trl.base import GO_ON, Trainer, check_evaluation, check_names
+from razona.trl.base import GO_ON, Trainer
+from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
 from razona.trl.rewards import Notes, reward_functions
@@ -59,6 +60,7 @@ class GRPOTrainer(Trainer):
     ) -> None:
         check_names("GRPOTrainer", others, REFUSED)
         args = GRPOConfig() if args is None else args
+        check_args(args, GRPOConfig)
         if reward_funcs is None or reward_funcs == []:
             raise ConfigError(
                 "GRPOTrainer without reward_funcs: there is nothing to learn from. Give a function."
@@ -117,6 +119,9 @@ class GRPOTrainer(Trainer):
             raise DataError(
                 "evaluate() without eval_dataset: there is nothing to evaluate on. Give held-out rows."
             )
+        if isinstance(rows, Mapping):  # several data sets, each under its name
+            parts = [self.evaluate(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+            return {name: value for part in parts for name, value in part.items()}
         config = self._config(resume=False, evaluates=True)
         config = replace(config, eval=replace(config.eval, best_metric=""))
         evaluator = grpo.make_evaluator(

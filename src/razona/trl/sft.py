@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from razona.errors import DataError
 from razona.setup import make_policy
 from razona.train import sft
 from razona.trl.args import SFTConfig
-from razona.trl.base import GO_ON, Trainer, check_evaluation, check_names
+from razona.trl.base import GO_ON, Trainer
+from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
 from razona.trl.translate import sft_config
@@ -56,6 +57,7 @@ class SFTTrainer(Trainer):
     ) -> None:
         check_names("SFTTrainer", others, REFUSED)
         args = SFTConfig() if args is None else args
+        check_args(args, SFTConfig)
         if train_dataset is None:
             raise DataError("SFTTrainer without train_dataset: there is nothing to imitate. Give rows.")
         check_evaluation(args, eval_dataset)
@@ -99,6 +101,9 @@ class SFTTrainer(Trainer):
             raise DataError(
                 "evaluate() without eval_dataset: there is nothing to evaluate on. Give held-out rows."
             )
+        if isinstance(rows, Mapping):  # several data sets, each under its name
+            parts = [self.evaluate(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+            return {name: value for part in parts for name, value in part.items()}
         config = self._config(resume=False)
         evaluator = sft.make_evaluator(config, self._loaded, load_rows(rows), self.console)
         assert evaluator is not None
