@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -310,3 +311,17 @@ def test_a_merged_model_and_an_adapter_that_nobody_could_load(
     assert front_matter(card)["library_name"] == "transformers" and "with GRPO by razona" in card
     assert main(["push", str(runs["base"]), "me/plain"]) == 0
     assert "A model, uploaded with razona" in hub.files("me/plain")["README.md"].decode()
+
+
+def test_the_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs/publish.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^razona (push .*?) *(?:#.*)?$", page, re.MULTILINE)
+    taken: list[Any] = []
+    monkeypatch.setattr("razona.push.run", lambda config, **options: taken.append((config, options)) or {})
+    for command in commands:
+        assert main(command.replace("OWNER/NAME", "me/model").split()) == 0
+    configs = [config for config, _ in taken]
+    assert len(configs) == 4 and {config.repo for config in configs} == {"me/model"}
+    assert [options["dry_run"] for _, options in taken] == [True, False, False, False]
+    assert configs[1].private and configs[2].best and configs[2].license == "apache-2.0"
+    assert configs[3].folder == "runs/first/merged"
