@@ -151,7 +151,7 @@ def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
     kept = truncate(logits, Sampling(top_k=2)).isfinite()
     assert kept.sum() == 2 and not kept[0, 0] and not kept[0, 4]
-    token, logprob = draw(logits, torch.tensor([0.99], dtype=torch.float64), Sampling(top_k=1))
+    token, logprob, _ = draw(logits, torch.tensor([0.99], dtype=torch.float64), Sampling(top_k=1))
     assert token.item() == logits.argmax() and logprob.item() == 0
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from razona.types import Group
+
+Value = TypeVar("Value")
 
 CPU_TOKENS = 1280  # enough rows for a matrix product to be at its best, few enough activations
 ACCELERATOR_TOKENS = 16384
@@ -65,6 +67,8 @@ class Batch:
     rewards: Tensor | None = None  # [P, G, R], nan where a function abstained
     advantages: Tensor | None = None  # [B, 1] or [B, T]
     weights: Tensor | None = None  # [B, T], of the optimizer step this batch belongs to
+    members: tuple[int, ...] = ()  # which completion of its group each row is
+    traces: tuple[Any, ...] = ()  # per prompt, what the sampler kept for the training pass, or None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,6 +77,16 @@ class Batch:
     def num_tokens(self) -> int:
         """Trained tokens."""
         return int(self.loss_mask.sum())
+
+    @property
+    def recalled(self) -> bool:
+        """Whether its training pass took what the sampler had computed."""
+        rows = (
+            [(self.traces[g], m) for g, m in zip(self.group_of, self.members, strict=True)]
+            if self.traces
+            else []
+        )
+        return bool(rows) and all(trace is not None and trace.has_given(member) for trace, member in rows)
 
     def with_old(
         self, policy: Any, *, temperature: float, budget: int, stale: Sequence[bool] | None = None
@@ -192,6 +206,8 @@ class Batch:
             kv_lengths=tuple(self.kv_lengths[group] for group in groups),
             group_of=tuple(groups.index(self.group_of[row]) for row in rows),
             lengths=tuple(self.lengths[row] for row in rows),
+            members=tuple(self.members[row] for row in rows) if self.members else (),
+            traces=tuple(self.traces[group] for group in groups) if self.traces else (),
             rewards=None,
             **tensors,  # type: ignore[arg-type]
         )
@@ -266,6 +282,8 @@ def collate(
         kv_lengths=tuple(group.kv_length for group in groups),
         group_of=tuple(index for index, group in enumerate(groups) for _ in group.completions),
         lengths=lengths,
+        members=tuple(member for group in groups for member in range(len(group.completions))),
+        traces=tuple(group.trace for group in groups),
         token_ids=token_ids,
         loss_mask=loss_mask,
         sampler_logprobs=torch.where(loss_mask, logprobs, 0.0),
@@ -294,8 +312,8 @@ def collate_demonstrations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]])
     )
 
 
-def needed(value: Tensor | None) -> Tensor:
-    """A part of a batch that an earlier step has put in."""
+def needed(value: Value | None) -> Value:
+    """What an earlier step has put in."""
     assert value is not None
     return value
 

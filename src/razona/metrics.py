@@ -14,6 +14,7 @@ from razona.losses.importance import uncorrected
 from razona.losses.kl import kl_k1, kl_k3
 from razona.losses.policy import clip_fractions
 from razona.objective import Objective
+from razona.policy import Policy
 from razona.rewards import BoundReward
 from razona.types import Group
 
@@ -62,7 +63,7 @@ class UpdateMeter:
         self.objective = objective
         self.loss = 0.0
         self.grad_norms: list[float] = []
-        self.sums: dict[str, float] = {}
+        self.sums: dict[str, tuple[float, int]] = {}  # and over how many tokens
         self.tokens = 0
         self.extremes: dict[str, float] = {}
 
@@ -75,46 +76,58 @@ class UpdateMeter:
         """
         mask = micro.loss_mask
         self.loss += loss.item()
-        self.tokens += int(mask.sum())
+        self.tokens += micro.num_tokens
         if not mask.any():  # every completion filtered
             return
-        self._mismatch(old, needed(micro.sampler_logprobs), mask)
+        if not micro.recalled:
+            self._mismatch(old, needed(micro.sampler_logprobs), mask)
         rho = self.objective.ratio_fn(logprobs, old, mask)
         if self.objective.clip is not None:
             low, high = self.objective.clip
             below, above = clip_fractions(rho, needed(micro.advantages), mask, clip_low=low, clip_high=high)
-            self._sum("clip/low", below.sum())
-            self._sum("clip/high", above.sum())
-        self._sum("ratio", rho[mask].sum())
+            self._sum("clip/low", below.sum(), mask)
+            self._sum("clip/high", above.sum(), mask)
+        self._sum("ratio", rho[mask].sum(), mask)
         self._most("ratio/max", rho[mask].max())
         if micro.ref_logprobs is not None:
-            self._sum("kl", torch.where(mask, kl_k3(logprobs, micro.ref_logprobs, mask), 0.0).sum())
-            self._sum("kl/k1", torch.where(mask, kl_k1(logprobs, micro.ref_logprobs, mask), 0.0).sum())
+            self._sum("kl", torch.where(mask, kl_k3(logprobs, micro.ref_logprobs, mask), 0.0).sum(), mask)
+            self._sum("kl/k1", torch.where(mask, kl_k1(logprobs, micro.ref_logprobs, mask), 0.0).sum(), mask)
+
+    @torch.no_grad()
+    def watch(self, policy: Policy, rollout: Batch, *, step: int, temperature: float) -> None:
+        """Where training passes take what the sampler computed, the mismatch is that of one completion a
+        step, computed anew."""
+        trained = rollout.loss_mask.any(1).nonzero()[:, 0].tolist()
+        if trained and any(trace is not None for trace in rollout.traces):
+            one = rollout.select([trained[step % len(trained)]])
+            found = policy.logprobs(one, temperature=temperature)
+            self._mismatch(found, needed(one.sampler_logprobs), one.loss_mask)
 
     def _mismatch(self, old: Tensor, sampler: Tensor, mask: Tensor) -> None:
         """Trainer's log-probs against the sampler's, and the weights that correct for it, if there are."""
         difference = (old - sampler)[mask].abs()
-        self._sum("mismatch/exact_share", (difference == 0).sum())
-        self._sum("mismatch/mean_abs", difference.sum())
+        self._sum("mismatch/exact_share", (difference == 0).sum(), mask)
+        self._sum("mismatch/mean_abs", difference.sum(), mask)
         self._most("mismatch/max_abs", difference.max())
-        self._sum("mismatch/kl", torch.where(mask, kl_k3(sampler, old, mask), 0.0).sum())
+        self._sum("mismatch/kl", torch.where(mask, kl_k3(sampler, old, mask), 0.0).sum(), mask)
         if self.objective.importance_fn is uncorrected:
             return
         weight = self.objective.importance_fn(old, sampler, mask)[mask]
-        self._sum("importance", weight.sum())
+        self._sum("importance", weight.sum(), mask)
         self._most("importance/max", weight.max())
         self._least("importance/min", weight.min())
-        self._sum("importance/masked", (weight == 0).sum())
+        self._sum("importance/masked", (weight == 0).sum(), mask)
         if self.objective.importance_bounds is not None:
             low, high = self.objective.importance_bounds
-            self._sum("importance/truncated", ((weight > 0) & ((weight <= low) | (weight >= high))).sum())
+            truncated = (weight > 0) & ((weight <= low) | (weight >= high))
+            self._sum("importance/truncated", truncated.sum(), mask)
 
     def updated(self, grad_norm: float) -> None:
         """After an optimizer update, its gradient norm before clipping."""
         self.grad_norms.append(grad_norm)
 
     def metrics(self) -> dict[str, float]:
-        means = {name: total / self.tokens for name, total in self.sums.items()}
+        means = {name: total / tokens for name, (total, tokens) in self.sums.items()}
         updates = max(1, len(self.grad_norms))
         return {
             "loss": self.loss / updates,
@@ -124,8 +137,10 @@ class UpdateMeter:
             **self.extremes,
         }
 
-    def _sum(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + float(value)
+    def _sum(self, name: str, value: Tensor, mask: Tensor) -> None:
+        """Adds ``value``, summed over the tokens of ``mask``."""
+        total, tokens = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (total + float(value), tokens + int(mask.sum()))
 
     def _most(self, name: str, value: Tensor) -> None:
         self.extremes[name] = max(self.extremes.get(name, -math.inf), float(value))

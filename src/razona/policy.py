@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Policy:
         self.config = optimizer
         self.precision = precision
         self.total_updates = total_updates
+        self.gradient_checkpointing = gradient_checkpointing
         self.updates = 0
         self._frozen = [p for p in towers(model).values() if p.requires_grad]
         for tower in self._frozen:
@@ -113,6 +115,13 @@ class Policy:
         result: Tensor = self.scorer(batch, temperature=temperature, notes=notes)
         return result
 
+    def remembering(self, wanted: bool) -> AbstractContextManager[None]:
+        """Inside, the engine keeps what it computes, as far as it is ``wanted`` and the training pass would
+        compute the same bits: that pass then takes it (`razona.models.recall`)."""
+        if not self.scorer.can_recall or self.gradient_checkpointing:  # asked for where memory is short
+            return nullcontext()
+        return self.scorer.recall.keeping(wanted)
+
     def update(self) -> float:
         """One optimizer step on the accumulated gradients. Returns their norm before clipping.
 
@@ -128,6 +137,7 @@ class Policy:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
             self.optimizer.step()
             self._refresh()
+        self.scorer.recall.forget()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         return norm.item()

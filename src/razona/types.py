@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 TokenIds = tuple[int, ...]
@@ -53,12 +53,14 @@ class Group:
     """A prompt and its completions: group identity is this type, never a position in a list.
 
     ``kv_length`` is the padded key/value length its tokens were sampled with (0: the engine makes no
-    promise); a trainer pass that pads to the same length reproduces the sampler's bits on a CPU.
+    promise); a trainer pass that pads to the same length reproduces the sampler's bits on a CPU. ``trace`` is
+    what the sampler kept for that pass, if anything (`razona.models.recall`).
     """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     kv_length: int = 0
+    trace: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class FakeEngine:
 
     def _complete(self, seed: int, sampling: Sampling) -> Completion:
         uniform = uniforms([seed], sampling.max_completion_length)[0]
-        tokens, logprobs = draw(self.logits.expand(len(uniform), -1), uniform, sampling)
+        tokens, logprobs, _ = draw(self.logits.expand(len(uniform), -1), uniform, sampling)
         stops = {*self.stop_token_ids, *sampling.stop_token_ids}
         end = next((i for i, token in enumerate(tokens.tolist()) if token in stops), None)
         length = len(tokens) if end is None else end + 1

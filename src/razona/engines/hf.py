@@ -90,7 +90,7 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token, logprob = draw(scores.float(), self.uniforms[:, len(self.tokens)], self.sampling)
+        token, logprob, _ = draw(scores.float(), self.uniforms[:, len(self.tokens)], self.sampling)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from razona.models.flat import (
 )
 from razona.models.multimodal import language_model
 from razona.models.packed import packed_linears
+from razona.models.recall import Recorder
 from razona.models.scorer import FlatScorer
 from razona.types import Completion, Group, Prompt, Sampling
 
@@ -73,12 +75,17 @@ class NativeEngine:
         groups: list[Group] = []
         for wave in self._waves(prompts, seeds, sampling):
             wave_seeds = seeds[len(groups) : len(groups) + len(wave)]
-            tokens, logprobs = _Wave(self.scorer, wave, sampling, stops, wave_seeds, self.device).run()
+            counts = [len(group_seeds) for group_seeds in wave_seeds]
+            head, model = self.scorer.head, language_model(self.scorer.model)
+            recorder = self.scorer.recall.recorder(model, head, wave, counts, sampling)
+            run = _Wave(self.scorer, wave, sampling, stops, wave_seeds, self.device, recorder)
+            tokens, logprobs = run.run()
+            traces = [] if recorder is None else recorder.close([len(row) for row in tokens])
             first = 0
-            for prompt, group_seeds in zip(wave, wave_seeds, strict=True):
+            for prompt, group_seeds, trace in zip_longest(wave, wave_seeds, traces):
                 rows = range(first, first + len(group_seeds))
                 completions = tuple(self._completion(tokens[row], logprobs[row], stops) for row in rows)
-                groups.append(Group(prompt, completions, _kv_length(prompt, sampling)))
+                groups.append(Group(prompt, completions, _kv_length(prompt, sampling), trace))
                 first += len(group_seeds)
         return groups
 
@@ -130,8 +137,10 @@ class _Wave:
         stops: Tensor,
         seeds: Sequence[Sequence[int]],
         device: torch.device,
+        recorder: Recorder | None,
     ) -> None:
         self.scorer, self.sampling, self.stops, self.device = scorer, sampling, stops, device
+        self.recorder = recorder
         self.owners = [index for index, group_seeds in enumerate(seeds) for _ in group_seeds]
         count = len(self.owners)
         flat_seeds = [seed for group_seeds in seeds for seed in group_seeds]
@@ -168,7 +177,7 @@ class _Wave:
     def _decode_all(self, hidden: Tensor) -> None:
         for step in range(self.sampling.max_completion_length):
             rows = torch.tensor([row for bucket in self.buckets for row in bucket.rows], device=self.device)
-            drawn = self._draw(hidden, self.uniforms[rows, step])
+            drawn = self._draw(hidden, rows, step)
             self.tokens[rows, step], self.logprobs[rows, step] = drawn
             alive = self.lengths[rows] == 0
             stopped = torch.isin(drawn[0], self.stops)
@@ -177,17 +186,19 @@ class _Wave:
                 break
             hidden = self._decode(step)
 
-    def _draw(self, hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        raw = self.scorer.head.project(hidden)
-        tiles = range(0, len(raw), SAMPLE_TILE)
-        drawn = [
-            draw(
-                self.scorer.head.finish(raw[i : i + SAMPLE_TILE], temperature=1.0),
-                uniform[i : i + SAMPLE_TILE],
-                self.sampling,
-            )
-            for i in tiles
-        ]
+    def _draw(self, hidden: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Token ``step`` of ``rows``, from hidden states ``[live rows, h]``, and its log-probs."""
+        head, uniform = self.scorer.head, self.uniforms[rows, step]
+        raw = head.project(hidden)
+        drawn = []
+        for tile in (slice(i, i + SAMPLE_TILE) for i in range(0, len(raw), SAMPLE_TILE)):
+            found = draw(head.finish(raw[tile], temperature=1.0), uniform[tile], self.sampling)
+            drawn.append(found[:2])
+            if self.recorder is not None:  # raw logits are not needed any more
+                raw[tile] = head.derivatives(raw[tile], *found, temperature=self.sampling.temperature)
+        if self.recorder is not None:
+            self.recorder.step(rows, step)
+            self.recorder.put_derivatives(raw)
         return torch.cat([token for token, _ in drawn]), torch.cat([logprob for _, logprob in drawn])
 
     def _prefill(self) -> Tensor:
@@ -218,7 +229,9 @@ class _Wave:
                 bucket.fill(layer, k, v, [spans[self.owners[r]] for r in bucket.rows])
 
         layout = FlatLayout(row, exact=self.scorer.exact, sink=sink)
-        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout)
+        if self.recorder is not None:
+            self.recorder.prompts()
+        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout, self.recorder)
         ends = [
             spans[self.owners[r]].start + spans[self.owners[r]].prompt_length - 1
             for b in self.buckets
@@ -232,7 +245,11 @@ class _Wave:
         for bucket in self.buckets:
             bucket.advance()
         positions = torch.cat([bucket.positions for bucket in self.buckets])
-        return self.scorer.decode(self.tokens[rows, step], positions, DecodeLayout(self.buckets))
+        if self.recorder is not None:
+            self.recorder.step(rows, step)  # those that finished have left
+            self.recorder.count()
+        tokens, layout = self.tokens[rows, step], DecodeLayout(self.buckets)
+        return self.scorer.hidden(tokens[:, None], positions[:, None], layout, self.recorder)
 
     def _retire(self, finished: Tensor) -> bool:
         """Finished rows leave, their bucket's last rows take their place. False when nobody is left.

@@ -25,22 +25,22 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     return rows
 
 
-def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Next tokens ``[B]`` and their log-probs ``[B]`` under the distribution drawn from, from fp32 logits
-    ``[B, V]``.
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Next tokens ``[B]``, their log-probs ``[B]`` and the distribution ``[B, V]`` they are drawn from, given
+    fp32 logits ``[B, V]``.
 
     One uniform per row inverts the cumulative distribution: no random number per vocabulary entry.
     Temperature 0 takes the most likely token and records its log-prob at temperature 1.
     """
-    if sampling.temperature == 0:
-        logprobs = logits.log_softmax(-1)
-        token = logprobs.argmax(-1)
-    else:
-        logits = logits / sampling.temperature if sampling.temperature != 1.0 else logits
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    if sampling.temperature:
         logits = truncate(logits, sampling)
-        logprobs = logits.log_softmax(-1)
-        token = _invert(logprobs.exp(), uniform.to(logits.device))
-    return token, logprobs.gather(1, token[:, None])[:, 0]
+    logprobs = logits.log_softmax(-1)
+    probabilities = logprobs.exp()
+    greedy = not sampling.temperature
+    token = logprobs.argmax(-1) if greedy else _invert(probabilities, uniform.to(logits.device))
+    return token, logprobs.gather(1, token[:, None])[:, 0], probabilities
 
 
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -142,6 +142,14 @@ class FlatLayout:
         result: Tensor = _TreeAttention.apply(q, k, v, self, options)  # type: ignore[no-untyped-call]
         return result[None]
 
+    def attend_tokens(self, layer: int, q: Tensor, kv: Tensor, options: AttentionOptions) -> Tensor:
+        """Without gradient: q ``[N, H, D]``, keys and values side by side in kv ``[N, 2 * KV, D]`` -> ``[N,
+        H, D]``."""
+        k, v = kv.chunk(2, 1)
+        if self.sink is not None:
+            self.sink(layer, k, v)
+        return _tree_attention(q, k, v, self, options)
+
     def mask(self, first: int, rows: int, kv_length: int, window: int | None, like: Tensor) -> Tensor:
         """`causal_mask`, made once per row and not once per layer."""
         key = (first, rows, kv_length, window, like.dtype)
@@ -223,40 +231,47 @@ class _TreeAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.layout, ctx.options = layout, options
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for part in layout.parts:
-            queries = part.queries(q)
-            missing = -queries.shape[1] % MIN_QUERY_ROWS
-            if missing:
-                queries = F.pad(queries, (0, 0, 0, 0, 0, missing))
-            keys, values = part.keys(k, part.kv_length), part.keys(v, part.kv_length)
-            mask = layout.mask(part.prefix[1], queries.shape[1], keys.shape[1], options.window, q)
-            queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-            part.put(out, attention(queries, keys, values, mask, options))
-        return out
+        return _tree_attention(q, k, v, layout, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         q, k, v = ctx.saved_tensors
-        grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        grad_k, grad_v = (
-            torch.zeros(x.shape, device=x.device) for x in (k, v)
-        )  # summed over completions: fp32
-        for part in ctx.layout.parts:
-            count = part.prefix[1]
-            queries = part.queries(q)
-            keys, values = (part.keys(x, count + queries.shape[1]) for x in (k, v))
-            own = _attention_backward(
-                queries, keys, values, part.queries(grad), count, ctx.layout, ctx.options
-            )
-            part.put(grad_q, own[0])
-            for total, found in ((grad_k, own[1]), (grad_v, own[2])):
-                total[part.prefix[0] : part.prefix[0] + count] += found[:, :count].sum(0)
-                at = part.start
-                for row, length in zip(found, part.lengths, strict=True):
-                    total[at : at + length] += row[count : count + length]
-                    at += length
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+        return *tree_attention_backward(q, k, v, grad, ctx.layout, ctx.options), None, None
+
+
+def _tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: FlatLayout, options: AttentionOptions) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for part in layout.parts:
+        queries = part.queries(q)
+        missing = -queries.shape[1] % MIN_QUERY_ROWS
+        if missing:
+            queries = F.pad(queries, (0, 0, 0, 0, 0, missing))
+        keys, values = part.keys(k, part.kv_length), part.keys(v, part.kv_length)
+        mask = layout.mask(part.prefix[1], queries.shape[1], keys.shape[1], options.window, q)
+        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+        part.put(out, attention(queries, keys, values, mask, options))
+    return out
+
+
+def tree_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: FlatLayout, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the attention of all parts, ``[N, H, D]``."""
+    grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grad_k, grad_v = (torch.zeros(x.shape, device=x.device) for x in (k, v))  # sums over completions: fp32
+    for part in layout.parts:
+        count = part.prefix[1]
+        queries = part.queries(q)
+        keys, values = (part.keys(x, count + queries.shape[1]) for x in (k, v))
+        own = _attention_backward(queries, keys, values, part.queries(grad), count, layout, options)
+        part.put(grad_q, own[0])
+        for total, found in ((grad_k, own[1]), (grad_v, own[2])):
+            total[part.prefix[0] : part.prefix[0] + count] += found[:, :count].sum(0)
+            at = part.start
+            for row, length in zip(found, part.lengths, strict=True):
+                total[at : at + length] += row[count : count + length]
+                at += length
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 def _attention_backward(

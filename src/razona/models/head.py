@@ -8,7 +8,7 @@ chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,16 @@ from torch import Tensor, nn
 CHUNK = 256  # rows of one matrix product
 TILE = 8  # rows of element-wise work at a time
 KEPT_BYTES = 128 * 2**20  # derivatives of the logits kept from the forward pass, at most; beyond, recomputed
+
+
+class Known(Protocol):
+    """Log-probs ``[S]`` that somebody has computed, and their derivatives ``[S, V]``."""
+
+    logprobs: Tensor
+
+    def derivatives(self) -> Tensor: ...
+
+    def drop_derivatives(self) -> None: ...
 
 
 class Head:
@@ -40,16 +50,24 @@ class Head:
         return self.finish(self.project(hidden), temperature=1.0)
 
     def logprobs(
-        self, hidden: Tensor, target: Tensor, *, temperature: float, notes: Tensor | None = None
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        *,
+        temperature: float,
+        notes: Tensor | None = None,
+        known: Known | None = None,
     ) -> Tensor:
-        """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable.
+        """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable. Not computed where
+        they are ``known``.
 
         ``notes`` ``[2, S]``, where given, is filled with whether the target is the most probable token, 1 or
-        0, and with the entropy of the distribution, in nats.
+        0, and with the entropy of the distribution, in nats; what is ``known`` says nothing of these.
         """
+        assert notes is None or known is None
         weight, bias = self.projection.weight, self.projection.bias
         result: Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, target, self, temperature, notes
+            hidden, weight, bias, target, self, temperature, notes, known
         )
         return result
 
@@ -78,6 +96,16 @@ class Head:
         capped = torch.tanh(raw.float() * (self.scale / self.softcap))
         return (1.0 - capped.square()) * slope
 
+    def derivatives(
+        self, raw: Tensor, token: Tensor, logprob: Tensor, probabilities: Tensor, *, temperature: float
+    ) -> Tensor:
+        """d logprob / d raw ``[n, V]``: of ``token``'s log-probability under
+        ``probabilities``, which are used up. In fp32; 1 - p
+        of the token is taken as -expm1(log p): near certainty 1 - p would lose its digits."""
+        d = probabilities.neg_().scatter_(1, token[:, None], -torch.expm1(logprob)[:, None])
+        slope = self.derivative(raw, temperature=temperature)
+        return d if isinstance(slope, float) and slope == 1.0 else d.mul_(slope)
+
 
 class _Logprobs(torch.autograd.Function):
     """With d = onehot(target) - softmax(logits) through the head's own derivative: dH = g * (d @ W) and
@@ -93,7 +121,13 @@ class _Logprobs(torch.autograd.Function):
         head: Head,
         temperature: float,
         notes: Tensor | None,
+        known: Known | None,
     ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.head, ctx.temperature, ctx.known = head, temperature, known
+        if known is not None:
+            ctx.kept = known.derivatives()
+            return known.logprobs.clone()
         count, vocabulary = target.numel(), weight.shape[0]
         keep = any(ctx.needs_input_grad[:3]) and count * vocabulary * weight.element_size() <= KEPT_BYTES
         out = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -110,8 +144,7 @@ class _Logprobs(torch.autograd.Function):
                 noted,
                 kept=None if kept is None else kept[rows],
             )
-        ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.kept, ctx.head, ctx.temperature = kept, head, temperature
+        ctx.kept = kept
         return out
 
     @staticmethod
@@ -134,7 +167,9 @@ class _Logprobs(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_bias = _plus(grad_bias, (d.t() @ g.to(d.dtype))[:, 0], last=rows.stop == count)
         ctx.kept = None  # it is large, and the layers' own backward comes next
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        if ctx.known is not None:
+            ctx.known.drop_derivatives()
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _plus(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:
@@ -156,22 +191,19 @@ def _score(
     kept: Tensor | None,
 ) -> None:
     """Writes the log-probs of ``target`` to ``out``, what `Head.logprobs` notes to ``notes`` if given, and d
-    logprob / d raw to ``kept`` if given (which may be ``raw`` itself). 1 - p of the target is taken as
-    -expm1(log p): near certainty 1 - p would lose its digits."""
+    logprob / d raw to ``kept`` if given (which may be ``raw`` itself)."""
     for start in range(0, raw.shape[0], TILE):
         rows = slice(start, start + TILE)
         tile = raw[rows]
         logprobs = head.finish(tile, temperature=temperature).log_softmax(-1)
-        label = target[rows, None]
-        chosen = logprobs.gather(1, label)
-        out[rows] = chosen[:, 0]
+        label = target[rows]
+        out[rows] = logprobs.gather(1, label[:, None])[:, 0]
         if notes is not None:
-            notes[0, rows] = (logprobs.argmax(-1) == target[rows]).float()
+            notes[0, rows] = (logprobs.argmax(-1) == label).float()
             notes[1, rows] = -(logprobs.exp() * logprobs).nansum(-1)  # 0 * -inf where p is 0
         if kept is not None:
-            d = logprobs.exp_().neg_().scatter_(1, label, -torch.expm1(chosen))
-            slope = head.derivative(tile, temperature=temperature)
-            kept[rows] = d if isinstance(slope, float) and slope == 1.0 else d * slope
+            p = logprobs.exp_()
+            kept[rows] = head.derivatives(tile, label, out[rows], p, temperature=temperature)
 
 
 def _chunks(count: int) -> Iterator[slice]:

@@ -226,8 +226,12 @@ class LoraForward:
         if not self.is_on:
             return type(self.layer).forward(self.layer, x)  # type: ignore[no-any-return]
         out: Tensor = self.layer.base_layer(x)
+        return (out + self.addition(x)).to(out.dtype)
+
+    def addition(self, x: Tensor) -> Tensor:
+        """What the adapter adds to the base layer's output."""
         a, b = self.weights()
-        return (out + self.product(F.linear(x.to(a.dtype), a), b)).to(out.dtype)
+        return self.product(F.linear(x.to(a.dtype), a), b)
 
     @property
     def is_on(self) -> bool:
@@ -243,7 +247,7 @@ class LoraForward:
         return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more, 0, max(0, WIDE - len(b))))
 
     def product(self, low: Tensor, b: Tensor) -> Tensor:
-        """What the adapter adds to the base layer's output, from ``low``, the product with A."""
+        """`addition` from ``low``, the product with A."""
         return F.linear(low, b)[..., : len(self.b.weight)] * self.scaling
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +31,20 @@ def packed_linears(model: nn.Module, rows: int, *, join: bool) -> Iterator[None]
     """
     patched: list[tuple[nn.Module, str, Any]] = []
 
-    def patch(module: nn.Module, name: str, layers: Sequence[_Layer]) -> None:
+    def patch(module: nn.Module, name: str, layers: Sequence[Linear]) -> None:
         patched.append((module, name, module.__dict__.get(name)))
         module.__dict__[name] = _packed(layers, rows)  # an attribute of the instance, before its class's own
 
     done: set[object] = set()
     for module in model.modules():
         for names in (QKV, GATE_UP) if join else ():
-            parts = [_layer(getattr(module, name, None)) for name in names]
+            parts = [_packable(getattr(module, name, None)) for name in names]
             layers = [part for part in parts if part is not None]
             if len(layers) == len(parts):
                 patch(module, _attribute(names), layers)
                 done.update(part for layer in layers for part in layer.parts)
     for module in model.modules():
-        layer = _layer(module)
+        layer = _packable(module)
         if layer is not None and done.isdisjoint(layer.parts):
             patch(module, "forward", [layer])
             done.update(layer.parts)
@@ -58,25 +58,25 @@ def packed_linears(model: nn.Module, rows: int, *, join: bool) -> Iterator[None]
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """A linear layer to pack, and the LoRA that is on it."""
+class Linear:
+    """A linear layer, and the LoRA that is on it."""
 
     linear: nn.Linear
     lora: LoraForward | None
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """The modules that need no packing of their own then."""
+        """The modules it is made of."""
         return (self.linear,) if self.lora is None else (self.linear, self.lora.a, self.lora.b)
 
 
-def _layer(module: object) -> _Layer | None:
-    """``module`` as a layer to pack; None where it is none."""
+def linear_of(module: object) -> Linear | None:
+    """``module`` as a linear layer; None where it is anything else."""
     lora = getattr(module, "__dict__", {}).get("forward")
     if isinstance(lora, LoraForward):
         base = lora.layer.base_layer
-        return _Layer(base, lora if lora.is_on else None) if _packable(base) else None
-    return _Layer(module, None) if _packable(module) else None
+        return Linear(base, lora if lora.is_on else None) if type(base) is nn.Linear else None
+    return Linear(module, None) if type(module) is nn.Linear else None
 
 
 def joined(module: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
@@ -91,16 +91,16 @@ def _attribute(names: tuple[str, ...]) -> str:
     return "packed_" + "_".join(names)
 
 
-def _packable(module: object) -> TypeGuard[nn.Linear]:
-    return (
-        type(module) is nn.Linear
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-    )
+def _packable(module: object) -> Linear | None:
+    """``module`` as a layer to pack; None where it is none."""
+    layer = linear_of(module)
+    if layer is None or not torch.backends.mkldnn.is_available():
+        return None
+    weight = layer.linear.weight
+    return layer if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else None
 
 
-def _packed(layers: Sequence[_Layer], rows: int) -> Callable[[Tensor], Tensor]:
+def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
     """The layers' outputs side by side. The A of every LoRA is one more block of the same product."""
     linears = [layer.linear for layer in layers]
     ends = [*accumulate(linear.out_features for linear in linears)]

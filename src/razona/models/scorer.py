@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from razona.batch import Batch
+from razona.models import llama
 from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
-from razona.models.lean import LLAMA_SHAPED, TokenLayout, decode_step, lighten
+from razona.models.lean import lighten
 from razona.models.lora import lighten_adapters
 from razona.models.multimodal import language_model
+from razona.models.recall import Recall, Recorder
 
 
-class DecodingLayout(Layout, TokenLayout, Protocol):
+class DecodingLayout(Layout, llama.TokenLayout, Protocol):
     """A layout for both ways a decode step can run."""
 
 
@@ -31,6 +33,7 @@ class FlatScorer(nn.Module):
     """Scores through the shared-prefix row."""
 
     shares_prefixes = True
+    recall: Recall
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -38,7 +41,8 @@ class FlatScorer(nn.Module):
         self.head = Head.of(model)
         text = language_model(model)
         ours = type(text).__module__.startswith("transformers.models.")
-        self.lean = ours and text.config.model_type in LLAMA_SHAPED
+        self.recall = Recall()
+        self.lean = ours and text.config.model_type in llama.LLAMA_SHAPED
         lighten(text)
         lighten_adapters(text)
 
@@ -50,35 +54,50 @@ class FlatScorer(nn.Module):
         probable one, 1 or 0, and with the entropy of the distribution it comes from, in nats.
         """
         row = batch.flat()
-        hidden = self.hidden(row.token_ids, row.position_ids, FlatLayout(row, exact=self.exact))
-        noted = torch.zeros(2, len(row.target), device=hidden.device)
+        layout = FlatLayout(row, exact=self.exact)
+        may_know = torch.is_grad_enabled() and notes is None
+        known = self.recall.of(batch, temperature=temperature) if may_know else None
+        if known is None:
+            hidden = self.hidden(row.token_ids, row.position_ids, layout)
+        else:
+            text = language_model(self.model)
+            hidden = llama.replay(text, row.token_ids[0], row.position_ids[0], layout, known.layers)
+        noted = None if notes is None else torch.zeros(2, len(row.target), device=hidden.device)
         scored = self.head.logprobs(
-            hidden[row.source], row.target, temperature=temperature, notes=None if notes is None else noted
+            hidden[row.source], row.target, temperature=temperature, notes=noted, known=known
         )
-        if notes is not None:
+        if notes is not None and noted is not None:
             notes[:, row.scored] = noted
         return torch.zeros(row.scored.shape, device=scored.device).masked_scatter(row.scored, scored)
 
-    def hidden(self, token_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+    def hidden(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        layout: DecodingLayout,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
         """Last hidden states ``[N, h]`` of a row ``[1, N]``, or ``[B, h]`` of one token per row ``[B,
         1]``.
         """
-        base = language_model(self.model).base_model
-        out = base(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
+        text = language_model(self.model)
+        if self.lean and not torch.is_grad_enabled():
+            tokens, positions = token_ids.flatten(), position_ids.flatten()
+            return llama.forward(text, tokens, positions, layout, recorder)
+        out = text.base_model(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
         states: Tensor = out.last_hidden_state
         return states.reshape(-1, states.shape[-1])
-
-    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodingLayout) -> Tensor:
-        """Last hidden states ``[B, h]`` of one token per row: tokens and positions ``[B]``."""
-        if self.lean:
-            return decode_step(language_model(self.model), tokens, positions, layout)
-        return self.hidden(tokens[:, None], positions[:, None], layout)
 
     @property
     def exact(self) -> bool:
         """Whether this pass reproduces the native engine bit for bit: bf16 on a CPU."""
         weight = self.head.projection.weight
         return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+    @property
+    def can_recall(self) -> bool:
+        """Whether its training pass can take what the native engine has computed."""
+        return self.lean and self.exact
 
 
 class FullRowScorer(nn.Module):
@@ -88,10 +107,13 @@ class FullRowScorer(nn.Module):
 
     shares_prefixes = False
     exact = False
+    can_recall = False
+    recall: Recall
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.recall = Recall()
 
     def forward(self, batch: Batch, *, temperature: float = 1.0, notes: Tensor | None = None) -> Tensor:
         """As `FlatScorer.forward`."""

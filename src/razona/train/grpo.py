@@ -95,18 +95,19 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             # Sample and score.
             engine.load_weights(policy, version=step)
             filtered = refilter(parts.source, engine, step, phases)  # prompts too easy or too hard by now
-            groups, rewards, refilled = collect(
-                engine,
-                parts.source,
-                parts.rewards,
-                num_prompts=config.prompts_per_step,
-                sampling=config.sampling,
-                seed=config.run.seed,
-                step=step,
-                reward_timeout=config.reward_timeout,
-                phases=phases,
-                refill=parts.refill,
-            )
+            with policy.remembering(not several_updates):  # for the training pass below
+                groups, rewards, refilled = collect(
+                    engine,
+                    parts.source,
+                    parts.rewards,
+                    num_prompts=config.prompts_per_step,
+                    sampling=config.sampling,
+                    seed=config.run.seed,
+                    step=step,
+                    reward_timeout=config.reward_timeout,
+                    phases=phases,
+                    refill=parts.refill,
+                )
             rollout = collate(groups, rewards, overlong_filter=objective.overlong_filter).to(policy.device)
 
             # Only the passes that are needed: with one update per rollout the old policy is the present one.
@@ -121,6 +122,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             weights = tuple(b.weight for b in parts.rewards)
             rollout = rollout.with_advantages(objective.advantage_fn, reward_weights=weights)
             meter = UpdateMeter(objective)
+            meter.watch(policy, rollout, step=step, temperature=temperature)
             for minibatch in rollout.minibatches(
                 config.minibatches_per_rollout, epochs=config.epochs_per_rollout, seed=step
             ):
@@ -151,13 +153,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
 
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
-            metrics = (
-                filtered
-                | rollout_metrics(groups, rewards, parts.rewards)
-                | refilled
-                | meter.metrics()
-                | {"lr": learning_rate}
-            )
+            sampled = filtered | rollout_metrics(groups, rewards, parts.rewards) | refilled
+            metrics = sampled | meter.metrics() | {"lr": learning_rate}
             records = rollout_records(
                 step + 1,
                 groups,

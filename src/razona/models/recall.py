@@ -1,0 +1,344 @@
+"""One forward pass instead of two: the trainer takes what the sampler computed.
+
+On policy and in bf16 on a CPU, the training pass would compute the very bits that prefill and decode have
+computed (`razona.models.flat`). So while it samples for training, the engine keeps what the backward pass
+needs (`Kept` of every layer, the derivatives of the log-probs), and the training pass is its backward half
+alone. Valid until the weights change, once per completion, and as far as ``RECALL_BYTES`` go: groups beyond
+are computed as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from razona.batch import CPU_TOKENS, Batch, needed
+from razona.models.llama import Kept, can_replay
+from razona.types import Prompt, Sampling
+
+RECALL_BYTES = 2 * 2**30
+RESERVED = 8  # times as much may be set aside, untouched: most completions end before their room does
+
+
+class Recall:
+    """What the sampler has kept since the weights last changed."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.left = RECALL_BYTES
+        self.blocks: list[_Block] = []
+        self.spare: list[_Memory] = []
+
+    @contextmanager
+    def keeping(self, wanted: bool) -> Iterator[None]:
+        """Inside, what is sampled is kept for a training pass, if that is ``wanted``."""
+        self.is_on, self.left = wanted, RECALL_BYTES
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def forget(self) -> None:
+        """The weights have changed. The memory stays for the next step: to get it anew from the system takes
+        longer than to write to it."""
+        for block in self.blocks:
+            if block.memory is not None and not block.gives_way:
+                self.spare.append(block.memory)
+            block.forget()
+        self.blocks.clear()
+
+    def recorder(
+        self, model: Any, head: Any, prompts: Sequence[Prompt], counts: Sequence[int], sampling: Sampling
+    ) -> Recorder | None:
+        """For one wave of an engine: prompt p with ``counts[p]`` completions. None when nothing is to be
+        kept: not wanted, no memory left, log-probs that are not those of the whole distribution."""
+        whole = sampling.temperature > 0 and sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
+        if not (self.is_on and whole and can_replay(model)):
+            if not self.is_on:  # an evaluation, say: it can use the memory
+                self.spare.clear()
+            return None
+        shape = _Shape.of(model, head.projection.weight)
+        room = RESERVED * self.left // shape.token_bytes
+        blocks: list[_Block] = []
+        for prompt, count in zip(prompts, counts, strict=True):
+            trace = Trace(len(prompt.token_ids), sampling.max_completion_length, count, sampling.temperature)
+            room -= trace.tokens
+            if room < 0:
+                break
+            if not blocks or blocks[-1].tokens + trace.tokens > CPU_TOKENS:
+                blocks.append(_Block(shape))
+            blocks[-1].add(trace)
+        if not blocks:
+            return None
+        with torch.inference_mode(False):  # an engine's own mode makes tensors that autograd does not take
+            for block in blocks:
+                fitting = [memory for memory in self.spare if memory.tokens >= block.tokens]
+                block.memory = fitting[0] if fitting else _Memory(shape, max(block.tokens, CPU_TOKENS))
+                if fitting:
+                    self.spare.remove(fitting[0])
+        self.blocks += blocks
+        self.blocks[0].gives_way = len(self.blocks) > 1
+        return Recorder(self, blocks)
+
+    def of(self, batch: Batch, *, temperature: float) -> Recalled | None:
+        """What was kept of all tokens of ``batch``, for its one training pass; None if that is not there."""
+        traces: list[Trace] = [trace for trace in batch.traces if trace is not None]
+        if not traces or len(traces) < len(batch.traces):
+            return None
+        rows = [(traces[g], member) for g, member in zip(batch.group_of, batch.members, strict=True)]
+        if any(t.block is None or t.temperature != temperature or member in t.taken for t, member in rows):
+            return None
+        for trace, member in rows:
+            trace.taken.add(member)
+        return Recalled(traces, rows, batch)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What one token takes."""
+
+    widths: tuple[int, ...]  # of `Kept`
+    layers: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: Any, head: Tensor) -> _Shape:
+        config, attn = model.config, model.base_model.layers[0].self_attn
+        heads, hidden = config.num_attention_heads * attn.head_dim, config.hidden_size
+        qkv = heads + 2 * config.num_key_value_heads * attn.head_dim
+        widths = (hidden, qkv, heads, hidden, 2 * config.intermediate_size)
+        return cls(widths, config.num_hidden_layers, hidden, len(head), head.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        return (self.layers * sum(self.widths) + self.hidden + self.vocabulary) * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Trace:
+    """Where a group lies in its block: its prompt from ``start``, then completion after completion."""
+
+    prompt_length: int
+    stride: int
+    count: int
+    temperature: float
+    start: int = 0
+    block: _Block | None = None
+    taken: set[int] = field(default_factory=set)  # completions that have had their pass
+
+    def has_given(self, member: int) -> bool:
+        return member in self.taken
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_length + self.count * self.stride
+
+    def first(self, member: int) -> int:
+        """Where completion ``member`` begins."""
+        return self.start + self.prompt_length + member * self.stride
+
+
+class _Memory:
+    """Room for tokens: layer by layer their `Kept` side by side, the last layer's output, the derivatives of
+    their log-probs."""
+
+    def __init__(self, shape: _Shape, tokens: int) -> None:
+        def room(width: int) -> Tensor:
+            return torch.empty(tokens, width, dtype=shape.dtype)
+
+        self.tokens = tokens
+        self.layers: list[Tensor | None] = [room(sum(shape.widths)) for _ in range(shape.layers)]
+        self.last = room(shape.hidden)
+        self.derivatives: Tensor | None = room(shape.vocabulary)
+
+
+class _Block:
+    """A few groups, about as many as a micro-batch has, and the memory of their tokens."""
+
+    def __init__(self, shape: _Shape) -> None:
+        self.shape = shape
+        self.traces: list[Trace] = []
+        self.tokens = 0
+        self.memory: _Memory | None = None
+        self.gives_way = False
+        """Its memory is let go layer by layer, as its backward pass proceeds: the gradients of the weights,
+        which that pass is the first to find, take as much."""
+
+    def add(self, trace: Trace) -> None:
+        trace.block, trace.start = self, self.tokens
+        self.traces.append(trace)
+        self.tokens += trace.tokens
+
+    @property
+    def is_used_up(self) -> bool:
+        return all(len(trace.taken) == trace.count for trace in self.traces)
+
+    def forget(self) -> None:
+        self.memory = None
+        for trace in self.traces:
+            trace.block = None
+
+
+class Recorder:
+    """Keeps what a wave computes. `prompts` and `step` say what the next pass is over."""
+
+    def __init__(self, recall: Recall, blocks: Sequence[_Block]) -> None:
+        self.recall, self.blocks = recall, list(blocks)
+        self.traces = [trace for block in blocks for trace in block.traces]
+        self.used = [sum(trace.prompt_length for trace in block.traces) for block in blocks]  # tokens
+        rows = [(i, t.first(m)) for i, b in enumerate(blocks) for t in b.traces for m in range(t.count)]
+        self.block_of, self.first_of = torch.tensor(rows).unbind(1)
+        self.places: list[_Places] = []
+
+    def prompts(self) -> None:
+        """The next pass is over all prompts, one prompt after the other."""
+        self.places, done = [], 0
+        for block in self.blocks:
+            own = [torch.arange(trace.prompt_length) + trace.start for trace in block.traces]
+            count = sum(map(len, own))
+            self.places.append(_Places(block, slice(done, done + count), torch.cat(own)))
+            done += count
+
+    def step(self, rows: Tensor, step: int) -> None:
+        """The next pass is over token ``step`` of the wave's ``rows``."""
+        known = rows < len(self.block_of)
+        owner = torch.where(known, self.block_of[rows.where(known, 0)], -1)
+        self.places = []
+        for index, block in enumerate(self.blocks):
+            own = (owner == index).nonzero()[:, 0]
+            if len(own):
+                at = self.first_of[rows[own]] + step
+                self.places.append(_Places(block, as_slice(own), at))
+
+    def count(self) -> None:
+        """Counts the tokens of the next pass as used, and gives the last blocks up where room is short."""
+        for index, block in enumerate(self.blocks):
+            self.used[index] += sum(len(place.at) for place in self.places if place.block is block)
+        while self.blocks and sum(self.used) * self.blocks[0].shape.token_bytes > self.recall.left:
+            lost = self.blocks.pop()
+            lost.forget()
+            self.used.pop()
+            self.places = [place for place in self.places if place.block is not lost]
+
+    def put(self, layer: int, kept: Kept) -> None:
+        together = torch.cat(kept, 1)
+        for place in self.places:
+            place.put(needed(place.block.memory).layers[layer], together)
+
+    def put_last(self, x: Tensor) -> None:
+        for place in self.places:
+            place.put(needed(place.block.memory).last, x)
+
+    def put_derivatives(self, derivatives: Tensor) -> None:
+        """Of the log-probs of the tokens drawn, with respect to the raw logits ``[n, V]``."""
+        for place in self.places:
+            place.put(needed(place.block.memory).derivatives, derivatives)
+
+    def close(self, lengths: Sequence[int]) -> list[Trace]:
+        """The wave's rows have ended with ``lengths`` tokens. Returns the traces of its first prompts; the
+        others have none."""
+        ends = self.first_of + torch.tensor(lengths[: len(self.first_of)]) - 1
+        for index, block in enumerate(self.blocks):  # the last tokens were never fed: nobody sees them
+            own, memory = ends[self.block_of == index], needed(block.memory)
+            for room in (*memory.layers, memory.last):
+                needed(room).index_fill_(0, own, 0.0)
+        if self.blocks:
+            self.recall.left -= sum(self.used) * self.blocks[0].shape.token_bytes
+        return self.traces
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which rows of a pass belong to a block, and where in it."""
+
+    block: _Block
+    own: Tensor | slice
+    at: Tensor
+
+    def put(self, memory: Tensor | None, values: Tensor) -> None:
+        needed(memory).index_copy_(0, self.at, values[self.own])
+
+
+class Recalled:
+    """What was kept of the tokens of one micro-batch, in the order of its flat row."""
+
+    def __init__(self, traces: Sequence[Trace], rows: Sequence[tuple[Trace, int]], batch: Batch) -> None:
+        self.blocks = list(dict.fromkeys(needed(trace.block) for trace in traces))
+        self.memories = [needed(block.memory) for block in self.blocks]
+        self.tokens: list[Tensor | slice] = []
+        self.scored: list[Tensor | slice] = []
+        steps = torch.arange(batch.token_ids.shape[1])
+        for block in self.blocks:
+            tokens, scored = [], []
+            for trace in (trace for trace in traces if trace.block is block):
+                tokens.append(torch.arange(trace.prompt_length) + trace.start)
+                for row, (owner, member) in enumerate(rows):
+                    if owner is trace:
+                        first = trace.first(member)
+                        tokens.append(torch.arange(batch.lengths[row]) + first)
+                        scored.append(steps[batch.loss_mask[row]] + first)
+            self.tokens.append(as_slice(torch.cat(tokens)))
+            self.scored.append(as_slice(torch.cat(scored)))
+        self.logprobs = needed(batch.sampler_logprobs)[batch.loss_mask]
+
+    @property
+    def layers(self) -> list[tuple[LayerSource, Tensor]]:
+        """For every layer what it kept, and its output."""
+        hidden = self.blocks[0].shape.hidden
+        count = self.blocks[0].shape.layers
+        outs = [self.layer(index)[:, :hidden] for index in range(1, count)]
+        outs.append(self._gather([m.last for m in self.memories], self.tokens))
+        return [(LayerSource(self, index), out) for index, out in enumerate(outs)]
+
+    def layer(self, index: int) -> Tensor:
+        """What layer ``index`` kept, side by side."""
+        return self._gather([m.layers[index] for m in self.memories], self.tokens)
+
+    def drop_layer(self, index: int) -> None:
+        for memory in self._leaving():
+            memory.layers[index] = None
+
+    def derivatives(self) -> Tensor:
+        """``[S, V]`` of the scored tokens' log-probs with respect to raw logits."""
+        return self._gather([m.derivatives for m in self.memories], self.scored)
+
+    def drop_derivatives(self) -> None:
+        for memory in self._leaving():
+            memory.derivatives = None
+
+    def _leaving(self) -> list[_Memory]:
+        """Memory that is let go after use."""
+        return [m for b, m in zip(self.blocks, self.memories, strict=True) if b.gives_way and b.is_used_up]
+
+    def _gather(self, memory: Sequence[Tensor | None], places: Sequence[Tensor | slice]) -> Tensor:
+        parts = [needed(room)[own] for room, own in zip(memory, places, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class LayerSource:
+    """`razona.models.llama.Source` of one layer."""
+
+    def __init__(self, recalled: Recalled, index: int) -> None:
+        self.recalled, self.index = recalled, index
+
+    def get(self) -> Kept:
+        widths = self.recalled.blocks[0].shape.widths
+        return Kept(*self.recalled.layer(self.index).split(widths, 1))
+
+    def drop(self) -> None:
+        self.recalled.drop_layer(self.index)
+
+
+def as_slice(places: Tensor) -> Tensor | slice:
+    """A slice where the places follow each other: taking it copies nothing."""
+    first = int(places[0])
+    if torch.equal(places, torch.arange(first, first + len(places))):
+        return slice(first, first + len(places))
+    return places
