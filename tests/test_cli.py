@@ -126,7 +126,7 @@ def test_interruption_exits_with_130(stand_in: Any, capsys: pytest.CaptureFixtur
         (["grpo", "--data", "x"], "no reward function: rewards is empty. Give --reward NAME"),
         (["sft"], "razona sft has no data"),
         (["generate"], 'no prompts. Give --prompt "TEXT"'),
-        (["demo", "--dry-run"], "--dry-run belongs to grpo and sft"),
+        (["demo", "--dry-run"], "--dry-run belongs to grpo, sft, push"),
         ([*RUN, "--eval.every", "5"], "eval.every = 5: but eval.data is empty, nothing to evaluate on"),
         ([*RUN, "--eval.samples", "2"], "eval.samples = 2: but eval.data is empty"),
         (
@@ -199,8 +199,18 @@ def test_explain_prints_the_texts_table(capsys: pytest.CaptureFixture[str]) -> N
     rows = {line.split()[0]: line.split()[1:5] for line in capsys.readouterr().out.splitlines() if line}
     assert rows["population"] == ["+0.96", "-0.58", "-1.35", "+0.96"]
     assert rows["sample"] == ["+0.83", "-0.50", "-1.17", "+0.83"]
+    assert rows["batch"] == rows["population"]  # no other group is known
     assert rows["none"] == ["+1.25", "-0.75", "-1.75", "+1.25"]
     assert rows["leave_one_out"] == ["+1.67", "-1.00", "-2.33", "+1.67"]
+
+
+def test_explain_a_deviation_over_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    others = ["--others", "0", "-1", "0", "6"]
+    assert main(["explain", "advantage", "3", "1", "0", "3", *others, "--eps", "0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert "2.179 with the 4 others" in err and result["others"] == [0, -1, 0, 6]
+    assert result["advantages"]["batch"] == pytest.approx([a / 4.75**0.5 for a in (1.25, -0.75, -1.75, 1.25)])
 
 
 def test_explain_other_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +220,7 @@ def test_explain_other_groups(capsys: pytest.CaptureFixture[str]) -> None:
         -0.58,
         -0.58,
     ]
-    assert list(explain.advantages([3.0] * 4).values()) == [[0.0] * 4] * 4
+    assert list(explain.advantages([3.0] * 4).values()) == [[0.0] * 4] * 5
     ten, one = (explain.advantages([3 * s, s, 0, 3 * s])["population"] for s in (10, 1))
     assert [round(a, 3) for a in ten] == pytest.approx([round(a, 3) for a in one], abs=2e-3)
     assert main(["explain", "advantage", "1", "1", "--json"]) == 0
@@ -239,3 +249,7 @@ def test_explain_agrees_with_the_trainer() -> None:
             "leave_one_out": leave_one_out(tensor),
         }.items():
             assert table[name] == pytest.approx(want[0].tolist(), abs=1e-6), name
+        others = [2.0, -1.0, 0.5, 4.0][: len(rewards)]
+        wanted = group_normalized(torch.tensor([rewards, others], dtype=torch.float64), std="batch", eps=eps)
+        table = explain.advantages(rewards, eps=eps, others=others)
+        assert table["batch"] == pytest.approx(wanted[0].tolist(), abs=1e-6)

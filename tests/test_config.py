@@ -23,6 +23,7 @@ from razona.config import (
     RunConfig,
     SelectConfig,
     SFTConfig,
+    SFTEvalConfig,
 )
 from razona.config.check import validate
 from razona.config.load import SHORT_FLAGS, load_config, merge
@@ -34,7 +35,7 @@ COMMANDS = (GRPOConfig, SFTConfig, GenerateConfig, EvaluateConfig, SelectConfig,
 OTHER = {
     "top_p": 0.9,
     "min_p": 0.05,
-    "best_metric": "eval/exact_answer",
+    "best_metric": "eval/token_accuracy",
     "betas": (0.8, 0.95),
     "clip_low": 0.1,
     "clip_high": 0.3,
@@ -194,6 +195,13 @@ def test_a_flag_given_twice_is_gathered_or_refused() -> None:
 
 def test_words_that_end_like_a_toml_file_are_values_where_a_value_stands() -> None:
     assert load_config(GenerateConfig, None, ["--prompt", "a.toml", "--output=b.toml"]).prompts == ("a.toml",)
+
+
+def test_held_out_loss_without_held_out_rows_is_refused() -> None:
+    config = SFTConfig(eval=SFTEvalConfig(every=5))
+    validate(config, eval_rows=True)
+    with pytest.raises(ConfigError, match=r"eval.every = 5: but eval.data is empty, nothing"):
+        validate(config, eval_rows=False)
 
 
 def test_evaluation_without_held_out_rows_is_refused() -> None:

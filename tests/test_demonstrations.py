@@ -209,3 +209,29 @@ def test_a_tokenizer_without_an_end_token_is_refused():
     tok.eos_token = None
     with pytest.raises(DataError, match="'tiny' has no end token"):
         build({"prompt": "a", "completion": "b"}, tok=tok)
+
+
+def test_plain_texts_are_trained_whole_with_their_end():
+    tok = tiny_tokenizer()
+    made = build({"text": "abc d"}, {"text": "e<|im_end|>"}, {"text": " \n"}, tok=tok)
+    first, second = made.demonstrations
+    assert parts(first) == ("a", "bc d<|im_end|>") and parts(second) == ("e", "<|im_end|>")
+    assert made.notices == ("1 of 3 rows dropped: nothing in it to train on.",)
+    assert made.trained == "whole texts and their end tokens"
+    begun = build({"text": "abc"}, tok=tiny_tokenizer(bos=True)).demonstrations[0]
+    assert parts(begun, tiny_tokenizer(bos=True)) == ("<s>", "abc<|im_end|>")
+
+
+def test_which_columns_are_read():
+    """An answer goes before messages, and both before plain text."""
+    row = {"text": "x", "prompt": "p", "messages": [USER, ANSWER]}
+    assert "user" in parts(build(row).demonstrations[0])[0]
+    assert parts(build({**row, "completion": "c"}).demonstrations[0]) == ("p", "c<|im_end|>")
+    body = build({"body": "ab", "prompt": "p"}, text_column="body").demonstrations[0]
+    assert parts(body) == ("a", "b<|im_end|>")
+    with pytest.raises(DataError, match=r"no column 'completion'"):
+        build({"text": "x", "prompt": "p"}, text_column="body")
+    with pytest.raises(DataError, match=r"column 'text' must be a string; it holds 3"):
+        build({"text": 3})
+    with pytest.raises(DataError, match=r"data.system = 'Think.' has no place in one"):
+        build({"text": "x"}, system="Think.")

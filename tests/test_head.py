@@ -168,3 +168,29 @@ def test_logits_for_sampling() -> None:
     expected = torch.tanh(projection(hidden) * 0.5 / 2.0) * 2.0
     torch.testing.assert_close(head.logits(hidden), expected, **TOLERANCE)
     torch.testing.assert_close(head.logits(hidden[:1]), expected[:1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 257])
+@pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (3.0, 0.7)])
+def test_what_is_noted_beside_the_log_probs(
+    path: str, rows: int, softcap: float | None, temperature: float
+) -> None:
+    """Whether the target is the most probable token, and the entropy; with a logit of -inf too."""
+    projection, hidden, target, incoming = problem(rows, bias=True, sharpness=0.5)
+    head = Head(projection, softcap=softcap)
+    logits = head.finish(projection(hidden), temperature=temperature).detach()
+    target[::2] = logits.argmax(-1)[::2]
+    notes = torch.full((2, rows), torch.nan)
+    found = head.logprobs(hidden, target, temperature=temperature, notes=notes)
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    assert torch.equal(notes[0] == 1, logits.argmax(-1) == target)
+    torch.testing.assert_close(notes[1], expected, **TOLERANCE)
+    without = head.logprobs(hidden, target, temperature=temperature)
+    assert torch.equal(found, without)
+    slopes = [torch.autograd.grad((lp * incoming).sum(), hidden)[0] for lp in (found, without)]
+    assert torch.equal(*slopes)
+    if softcap is None:
+        with torch.no_grad():
+            projection.bias[3] = -torch.inf
+        head.logprobs(hidden, torch.zeros_like(target), temperature=temperature, notes=notes)
+        assert notes[1].isfinite().all()

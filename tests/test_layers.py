@@ -20,13 +20,14 @@ FLOORS = {
     "models": 3,
     **dict.fromkeys(("policy", "value_model", "engines"), 4),
     **dict.fromkeys(("data", "tasks", "rewards", "console"), 5),
-    **dict.fromkeys(("rollout", "checkpoint", "log", "metrics", "header", "setup"), 6),
+    **dict.fromkeys(("rollout", "checkpoint", "log", "metrics", "header", "card", "setup"), 6),
     **dict.fromkeys(
         [
             "evaluate",
             "progress",
             "generate",
             "merge",
+            "push",
             "testing",
             "explain",
             "difficulty",

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_trl_hub
+import test_trl_sft
 import test_trl_trainer
 import torch
 from transformers import IntervalStrategy, SchedulerType
@@ -185,6 +187,18 @@ SFT_GOES_TO: list[tuple[str, dict[str, Any], Any, str, Any]] = [
     ("num_train_epochs", {}, 2, "run.num_steps", 26),
     ("max_length", {}, 64, "max_length", 64),
     ("train_sampling_strategy", {}, "sequential", "data.shuffle", False),
+    ("dataset_text_field", {}, "body", "data.text_column", "body"),
+    ("eval_strategy", {"eval_steps": 7}, "steps", "eval.every", 7),
+    ("eval_strategy", {}, "epoch", "eval.every", 13),
+    ("eval_steps", {"eval_strategy": "steps", "max_steps": 50}, 0.1, "eval.every", 5),
+    ("metric_for_best_model", {"eval_strategy": "steps"}, "loss", "eval.best_metric", "eval/loss"),
+    (
+        "metric_for_best_model",
+        {"eval_strategy": "steps"},
+        "eval_mean_token_accuracy",
+        "eval.best_metric",
+        "eval/token_accuracy",
+    ),
 ]
 
 RUNS = {
@@ -194,11 +208,11 @@ RUNS = {
     "load_best_model_at_end": "test_the_best_model_is_loaded",
     "greater_is_better": "test_the_best_model_is_loaded",
     "resume_from_checkpoint": "test_resume_equals_a_run_never_stopped",
-    "push_to_hub": "test_push_to_hub",
-    "hub_token": "test_push_to_hub",
-    "hub_private_repo": "test_push_to_hub",
-    "hub_model_id": "test_push_to_hub",
-    "hub_revision": "test_push_to_hub",
+    "push_to_hub": "test_the_fields_of_an_upload",
+    "hub_token": "test_the_fields_of_an_upload",
+    "hub_private_repo": "test_the_fields_of_an_upload",
+    "hub_model_id": "test_the_fields_of_an_upload",
+    "hub_revision": "test_the_fields_of_an_upload",
 }
 """Fields whose behaviour is that of the trainer: the test that has it."""
 
@@ -223,7 +237,8 @@ def test_a_field_goes_where_the_table_says(case: tuple[str, dict[str, Any], Any,
 @pytest.mark.parametrize("case", SFT_GOES_TO, ids=lambda case: str(case[0]))
 def test_a_field_of_sft_goes_where_the_table_says(case: tuple[str, dict[str, Any], Any, str, Any]) -> None:
     name, beside, value, path, expected = case
-    assert lands(sft_config(SFTConfig(**beside, **{name: value}), num_rows=100), path) == expected
+    args = SFTConfig(**beside, **{name: value})
+    assert lands(sft_config(args, num_rows=100, evaluates=args.eval_strategy != "no"), path) == expected
 
 
 def test_every_accepted_field_has_a_test() -> None:
@@ -232,7 +247,10 @@ def test_every_accepted_field_has_a_test() -> None:
     own = {name for name, field in OWN_SFT.items() if field.how in ACCEPTED}
     assert own - tested - {case[0] for case in SFT_GOES_TO} == set()
     for field, test in RUNS.items():
-        assert field in inspect.getsource(getattr(test_trl_trainer, test)), f"{test} does not use {field}"
+        home = test_trl_hub if "upload" in test else test_trl_trainer
+        assert field in inspect.getsource(getattr(home, test)), f"{test} does not use {field}"
+    for field in ("load_best_model_at_end", "greater_is_better"):
+        assert field in inspect.getsource(test_trl_sft.test_the_best_model_is_loaded)
 
 
 # (changes to SMALL that the field needs beside it, the field's value): what is trained must differ

@@ -19,7 +19,7 @@ from razona.errors import ConfigError, DataError, ModelError
 from razona.models import HubSilent
 from razona.models.resolve import resolve
 from razona.trl import GRPOConfig, GRPOTrainer
-from razona.trl.base import _lora
+from razona.trl.model import _lora
 
 
 @pytest.fixture(scope="module")

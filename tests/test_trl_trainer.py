@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model, tiny_tokenizer
 from tiny_runs import CHATS, ROWS, even, lines, varied
 from transformers import (
@@ -20,11 +22,10 @@ from transformers import (
 from trl_helpers import tiny_folder, trainer
 
 from razona.console import Console
-from razona.errors import CheckpointError, ConfigError, DataError, RewardError
-from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from razona.errors import CheckpointError, ConfigError, RewardError
+from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
-DEMONSTRATIONS = [{"prompt": row["prompt"], "completion": f" {row['answer']}, done."} for row in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_the_log_has_trls_names(folder: Path, tmp_path: Path) -> None:
         "completions/clipped_ratio", "completions/mean_terminated_length",
         "completions/min_terminated_length", "completions/max_terminated_length",
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-        "entropy", "kl", "epoch", "step",
+        "entropy", "kl", "num_tokens", "epoch", "step",
     }  # fmt: skip
     first = [record for record in lines(tmp_path / "run/rollouts.jsonl") if record["step"] == 1]
     totals = torch.tensor([record["reward"] for record in first], dtype=torch.float64)
@@ -57,8 +58,14 @@ def test_the_log_has_trls_names(folder: Path, tmp_path: Path) -> None:
     assert entry["completions/mean_terminated_length"] == pytest.approx(sum(ended) / len(ended))
     assert entry["completions/clipped_ratio"] == pytest.approx(1 - len(ended) / len(first))
     assert entry["learning_rate"] == 1e-3 and made.state.log_history[1]["learning_rate"] == 5e-4
+    assert entry["num_tokens"] < made.state.log_history[1]["num_tokens"] == made.state.num_input_tokens_seen
+    ids = [made.processing_class(record["prompt"])["input_ids"] for record in first]
+    assert entry["num_tokens"] == sum(map(len, ids)) + sum(record["n_tokens"] for record in first)
     assert (output.global_step, output.metrics["train_loss"]) == (2, output.training_loss)
     assert made.state.log_history[-1]["train_loss"] == output.training_loss
+    rate = output.metrics["train_samples_per_second"]
+    assert rate == pytest.approx(16 / output.metrics["train_runtime"])
+    assert output.metrics["train_steps_per_second"] == pytest.approx(rate / 8)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +137,21 @@ def test_the_best_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     last = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
     assert torch.equal(made.model.lm_head.weight, best.lm_head.weight)
     assert not torch.equal(made.model.lm_head.weight, last.lm_head.weight)
-    with pytest.raises(ConfigError, match="greater_is_better=False"):
+    with pytest.raises(ConfigError, match=r"greater_is_better=False.*with the highest value"):
         GRPOConfig(metric_for_best_model="eval_reward", greater_is_better=False)
+
+
+def test_the_best_adapter_is_loaded(folder: Path, tmp_path: Path) -> None:
+    fields = {**EVAL, "load_best_model_at_end": True, "max_steps": 4, "learning_rate": 0.3}
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    made = trainer(folder, tmp_path, eval_dataset=ROWS, fields=fields, peft_config=lora)
+    made.train()
+    assert made.state.best_global_step < 4
+    found = get_peft_model_state_dict(made.model)
+    best, last = (load_file(tmp_path / f"run/{name}/adapter_model.safetensors") for name in ("best", "model"))
+    assert found.keys() == best.keys()
+    assert all(torch.equal(found[name], best[name]) for name in best)
+    assert not all(torch.equal(last[name], best[name]) for name in best)
 
 
 class Listener(TrainerCallback):
@@ -162,6 +182,25 @@ def test_callbacks_hear_the_common_events(folder: Path, tmp_path: Path) -> None:
         "save 1", "step_end 2", "log 2", "log 2", "evaluate 2", "epoch_end 2",
         "save 2", "log 2", "train_end 2",
     ]  # fmt: skip
+
+
+def test_what_scripts_for_trl_touch(folder: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    made = trainer(folder, tmp_path, callbacks=[listener, EarlyStoppingCallback])
+    made.log({"mine": 1.0})
+    assert made.state.log_history[0]["mine"] == 1.0 and made.state.log_history[0]["step"] == 0
+    assert listener.events == ["init_end 0", "log 0"] and made.is_world_process_zero()
+    made.remove_callback(EarlyStoppingCallback)
+    made.remove_callback(listener)
+    assert made.callbacks == []
+    with pytest.raises(ConfigError, match="there is no callback"):
+        made.remove_callback(listener)
+    with pytest.raises(AttributeError, match="GRPOTrainer has no 'accelerator': there is one process"):
+        _ = made.accelerator
+    with pytest.raises(AttributeError, match=r"has no 'foo'. docs/from-trl.md lists"):
+        _ = made.foo
+    with pytest.raises(ConfigError, match=r"args is a .*those of razona.trl.GRPOConfig"):
+        GRPOTrainer(str(folder), varied, SFTConfig(), ROWS)  # type: ignore[arg-type]
 
 
 def test_early_stopping_stops_and_what_stops_is_saved(folder: Path, tmp_path: Path) -> None:
@@ -319,43 +358,6 @@ def test_save_model_of_several_dtypes(tmp_path: Path) -> None:
     assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
 
 
-def test_push_to_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    class Api:
-        def __init__(self, token: str | None = None) -> None:
-            calls.append(token)
-
-        def create_repo(self, name: str, **options: Any) -> Any:
-            calls.append((name, options))
-            return type("Url", (), {"repo_id": f"me/{name}"})
-
-        def upload_folder(
-            self, *, repo_id: str, folder_path: str, commit_message: str, **options: Any
-        ) -> str:
-            names = {path.name for path in Path(folder_path).iterdir()}
-            assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
-            calls.append((repo_id, commit_message, options))
-            return "done"
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    made = trainer(folder, tmp_path / "grpo-out")
-    assert made.push_to_hub("hello") == "done"
-    assert calls == [
-        None,
-        ("grpo-out", {"private": None, "exist_ok": True}),
-        ("me/grpo-out", "hello", {"revision": None}),
-    ]
-    calls.clear()
-    fields = {
-        "push_to_hub": True, "hub_model_id": "mine", "hub_token": "t", "hub_private_repo": True,
-        "hub_revision": "dev",
-    }  # fmt: skip
-    trainer(folder, tmp_path / "again", fields=fields).train()
-    assert calls[0] == "t" and calls[1] == ("mine", {"private": True, "exist_ok": True})
-    assert calls[2][2] == {"revision": "dev"}
-
-
 def test_a_model_object_is_trained_in_place(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=512)
     before = model.lm_head.weight.detach().clone()
@@ -369,29 +371,3 @@ def test_a_model_object_is_trained_in_place(tmp_path: Path) -> None:
     made = GRPOTrainer(model, varied, args, ROWS, processing_class=tiny_tokenizer())
     made.train()
     assert made.model is model and not torch.equal(model.lm_head.weight, before)
-
-
-def test_sft(folder: Path, tmp_path: Path) -> None:
-    args = SFTConfig(output_dir=str(tmp_path), max_steps=3, learning_rate=1e-2, logging_steps=1)
-    listener: list[int] = []
-
-    class Hears(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            listener.append(state.global_step)
-
-    made = SFTTrainer(str(folder), args, DEMONSTRATIONS, eval_dataset=DEMONSTRATIONS, callbacks=[Hears()])
-    before = made.evaluate()["eval_loss"]
-    made.train()
-    log = [entry for entry in made.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in log] == listener == [1, 2, 3]
-    assert {"loss", "grad_norm", "learning_rate"} <= log[0].keys()
-    assert log[0]["loss"] == pytest.approx(before, rel=1e-3)  # the batch is the whole data set
-    after = made.evaluate()["eval_loss"]
-    assert after < before
-    assert made.evaluate(DEMONSTRATIONS * 10)["eval_loss"] == pytest.approx(after, rel=1e-3)  # micro-batches
-    made.save_model()
-    assert (tmp_path / "model.safetensors").exists()
-    with pytest.raises(DataError, match="has a column 'text', plain text without a prompt"):
-        SFTTrainer(str(folder), args, [{"text": "hello"}])
-    with pytest.raises(ConfigError, match=r"SFTConfig\(completion_only_loss=False\) is not supported"):
-        SFTConfig(completion_only_loss=False)

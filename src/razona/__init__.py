@@ -29,12 +29,14 @@ if TYPE_CHECKING:
         RefillConfig as RefillConfig,
         RunConfig as RunConfig,
         SFTConfig as SFTConfig,
+        SFTEvalConfig as SFTEvalConfig,
     )
     from razona.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,
         DataError as DataError,
         DifficultyError as DifficultyError,
+        HubError as HubError,
         ModelError as ModelError,
         RazonaError as RazonaError,
         RewardError as RewardError,
@@ -49,10 +51,10 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "razona.config": (
         "DataConfig DifficultyConfig EvalConfig GRPOConfig ImportanceConfig LoRAConfig ModelConfig "
-        "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig"
+        "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig SFTEvalConfig"
     ),
     "razona.errors": (
-        "CheckpointError ConfigError DataError DifficultyError ModelError RazonaError RewardError"
+        "CheckpointError ConfigError DataError DifficultyError HubError ModelError RazonaError RewardError"
     ),
     "razona.types": "Completion Group Prompt Sampling",
 }

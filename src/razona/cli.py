@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from razona.config import (
     GenerateConfig,
     GRPOConfig,
     MergeConfig,
+    PushConfig,
     SelectConfig,
     SFTConfig,
 )
@@ -39,11 +41,14 @@ COMMANDS: dict[str, tuple[str, type, str]] = {
     "eval": ("razona.evaluate", EvaluateConfig, "score a model on a data set, with error bars"),
     "select": ("razona.select", SelectConfig, "keep the prompts that a model gets right sometimes"),
     "merge": ("razona.merge", MergeConfig, "make one model of a LoRA adapter and its base: razona merge RUN"),
+    "push": ("razona.push", PushConfig, "upload a run's model with a card: razona push RUN OWNER/NAME"),
     "demo": ("razona.demo", DemoConfig, "train a real 135M model on this machine, in minutes"),
 }
 """Command -> (module whose run(config, ...) does it, its options, what it does)."""
 
-TRAINS = ("grpo", "sft")
+DRY_RUNS = ("grpo", "sft", "push")
+WITHOUT_NAMES = {"merge": ("--adapter",), "push": ("--folder", "--repo")}
+"""What a command cannot do without may be given first, without its name."""
 
 HELP = f"""usage: razona COMMAND [run.toml] [options]
 
@@ -51,7 +56,7 @@ HELP = f"""usage: razona COMMAND [run.toml] [options]
   {"explain":<10}the numbers behind a step: razona explain advantage 3 1 0 3
 
 Every command takes --json (progress on stderr, the last line of stdout one JSON object) and --traceback.
-grpo and sft take --dry-run: everything up to the first step, and nothing written.
+grpo, sft and push take --dry-run: everything up to the first step or upload, and nothing written.
 An option is spelled alike in Python, in TOML and as a flag: sampling.group_size is --sampling.group-size.
 razona COMMAND --help lists all of them.
 
@@ -93,9 +98,9 @@ def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
         print(f"razona {__version__}")
         return 0
     command, *rest = args
-    if dry_run and command not in TRAINS:
+    if dry_run and command not in DRY_RUNS:
         raise ConfigError(
-            f"--dry-run belongs to {' and '.join(TRAINS)}; razona {command} has none. Leave it out."
+            f"--dry-run belongs to {', '.join(DRY_RUNS)}; razona {command} has none. Leave it out."
         )
     if command == "explain":
         return _explain(rest, as_json=as_json)
@@ -104,8 +109,9 @@ def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
         raise ConfigError(
             f"unknown command '{command}'.{nearest(command, names)} Commands: {', '.join(names)}."
         )
-    if command == "merge" and rest and not rest[0].startswith("-"):
-        rest.insert(0, "--adapter")  # the one thing it needs goes without its name
+    names = list(WITHOUT_NAMES.get(command, ()))
+    given = list(itertools.takewhile(lambda word: not word.startswith("-"), rest[: len(names)]))
+    rest[: len(given)] = [word for pair in zip(names, given, strict=False) for word in pair]
     return _run(command, rest, as_json=as_json, dry_run=dry_run)
 
 
@@ -117,7 +123,7 @@ def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
     toml_path = args.pop(0) if args and not args[0].startswith("-") else None
     config: Any = load_config(cls, toml_path, args, prog=f"razona {command} [run.toml]")
     _require_inputs(command, config)
-    options = {"dry_run": dry_run} if command in TRAINS else {}
+    options = {"dry_run": dry_run} if command in DRY_RUNS else {}
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         console = Console(as_json)
         result = importlib.import_module(module).run(config, console=console, **options)
@@ -144,6 +150,11 @@ def _require_inputs(command: str, config: Any) -> None:
         )
     if command == "merge" and not config.adapter:
         raise ConfigError("razona merge has no adapter. Say which: razona merge runs/first.")
+    if command == "push" and not (config.folder and config.repo):
+        raise ConfigError(
+            f"razona push has no {'repository' if config.folder else 'run'}. Say what goes where: "
+            "razona push runs/first OWNER/NAME."
+        )
     validate(config, eval_rows=False)
 
 
@@ -151,7 +162,7 @@ def _explain(args: list[str], *, as_json: bool) -> int:
     from razona import explain
 
     if not args or "-h" in args or "--help" in args:
-        print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--json]")
+        print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--others REWARD ...] [--json]")
         return 0
     text, result = explain.run(args)
     print(text, file=sys.stderr if as_json else sys.stdout)

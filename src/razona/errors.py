@@ -6,7 +6,8 @@ RazonaError
 ├── ModelError        a model that cannot be found, loaded, trained  (also a ValueError)
 ├── DifficultyError   prompts that teach nothing                     (also a ValueError)
 ├── RewardError       a reward function: signature, result, failure  (also a ValueError)
-└── CheckpointError   a checkpoint that does not fit or is not whole (also a ValueError)
+├── CheckpointError   a checkpoint that does not fit or is not whole (also a ValueError)
+└── HubError          the hub refuses an upload, or gives no answer  (also a ValueError)
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class RewardError(RazonaError, ValueError):
 
 class CheckpointError(RazonaError, ValueError):
     """A checkpoint is not whole, or does not belong to this run."""
+
+
+class HubError(RazonaError, ValueError):
+    """The hub refuses an upload, or gives no answer."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -1,4 +1,6 @@
-"""Held-out evaluation: means over prompts with standard errors, during training and as `razona eval`."""
+"""Held-out evaluation: rewards over prompts, or the loss over rows, with standard errors, during training and
+as `razona eval`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from razona.advantages import total_rewards
+from razona.batch import collate_demonstrations
 from razona.config import GRPOConfig, OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import EvaluateConfig
 from razona.console import Console
-from razona.data import Rows, first_of, output_file
+from razona.data import Demonstration, Rows, first_of, output_file
 from razona.engines.hf import HFEngine
 from razona.errors import ConfigError, nearest
 from razona.log import json_line, rollout_records
-from razona.metrics import mean_and_error
+from razona.metrics import mean_and_error, ratio_and_error
 from razona.models import LoadedModel
+from razona.policy import Policy
 from razona.rewards import BoundReward, RewardSpec, bind
 from razona.rollout import completion_seeds, score_groups
 from razona.setup import fitting_prompts, load_model, load_table, make_engine, make_policy, overlap_note
@@ -84,6 +90,31 @@ class Evaluator:
         for name, per_completion in {**series, "eval/reward": totals}.items():
             metrics[name], metrics[f"{name}/error"] = mean_and_error(per_completion.nanmean(1))
         return metrics | _lengths(groups)
+
+
+class LossEvaluator:
+    """Held-out demonstrations. Call it with a policy to get ``eval/...`` figures."""
+
+    def __init__(self, demonstrations: Sequence[Demonstration], *, budget: int) -> None:
+        self.demonstrations, self.budget = list(demonstrations), budget
+
+    @torch.no_grad()
+    def __call__(self, policy: Policy) -> dict[str, float]:
+        """Means over all trained tokens, with standard errors over rows under ``eval/NAME/error``:
+        ``eval/loss``, ``eval/token_accuracy`` (share of tokens that are the most probable ones) and
+        ``eval/entropy``. ``budget`` tokens go through the model at once.
+        """
+        batch = collate_demonstrations([(d.token_ids, d.loss_mask) for d in self.demonstrations])
+        parts = []  # [4, b]
+        for micro in batch.to(policy.device).split(self.budget):
+            notes = torch.zeros(2, *micro.loss_mask.shape, device=policy.device)
+            logprobs = policy.logprobs(micro, temperature=1.0, notes=notes)
+            parts.append(torch.stack([-logprobs, *notes, micro.loss_mask.float()]).sum(2).double())
+        *totals, counts = torch.cat(parts, 1)
+        metrics = {}
+        for name, total in zip(("loss", "token_accuracy", "entropy"), totals, strict=True):
+            metrics[f"eval/{name}"], metrics[f"eval/{name}/error"] = ratio_and_error(total, counts)
+        return metrics
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:

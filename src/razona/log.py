@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from razona import __version__
 from razona.errors import CheckpointError, ConfigError
 from razona.types import Group
 
@@ -63,12 +63,14 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def write_config(self, config: Any, **facts: Any) -> None:
-        """Write config.json, with ``facts`` that the config does not hold (the model that was found, the
-        fingerprint of the data, functions given from Python). When one is there (a resumed run), a difference
-        is a CheckpointError naming it, except in fields that may change on resume."""
+    def write_config(self, config: Any, *, header: str = "", **facts: Any) -> None:
+        """Write config.json, with what the run's header said and with ``facts`` that the config does not hold
+        (the model that was found, the fingerprint of the data, functions given from Python). When one is
+        there (a resumed run), a difference of facts or config is a CheckpointError naming it, except in
+        fields that may change on resume."""
         stored = {
-            "razona": importlib.metadata.version("razona") if _installed() else "not installed",
+            "razona": __version__,
+            "header": header.splitlines(),
             **_plain(facts),
             "config": _plain(dataclasses.asdict(config)),
         }
@@ -274,14 +276,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return _plain(float(value))
-
-
-def _installed() -> bool:
-    try:
-        importlib.metadata.version("razona")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _free_name(path: Path) -> Path:

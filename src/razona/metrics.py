@@ -51,6 +51,7 @@ def rollout_metrics(
         "unique": sum(len(t) for t in texts) / len(completions),
         "entropy": -sum(sum(c.logprobs) for c in completions) / lengths.sum().item(),
         "tokens": lengths.sum().item(),
+        "prompt_tokens": float(sum(len(g.prompt.token_ids) * len(g.completions) for g in groups)),
     }
     return metrics
 
@@ -163,6 +164,16 @@ def mean_and_error(per_prompt: Tensor) -> tuple[float, float]:
         return math.nan, math.nan
     error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return values.mean().item(), error
+
+
+def ratio_and_error(totals: Tensor, counts: Tensor) -> tuple[float, float]:
+    """``sum(totals) / sum(counts)`` over rows and its standard error, rows being what was drawn (the
+    linearised ratio estimator: Cochran, Sampling Techniques, 6.4). A mean over the tokens of all rows.
+    """
+    rows, ratio = len(totals), totals.sum() / counts.sum()
+    spread = (totals - ratio * counts).square().sum()
+    error = (rows / (rows - 1) * spread).sqrt() / counts.sum() if rows > 1 else torch.tensor(math.nan)
+    return ratio.item(), error.item()
 
 
 def _mean(values: Tensor) -> float:

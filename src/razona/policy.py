@@ -110,9 +110,11 @@ class Policy:
     def device(self) -> torch.device:
         return self.compute[0].device
 
-    def logprobs(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, with gradient unless disabled."""
-        result: Tensor = self.scorer(batch, temperature=temperature)
+    def logprobs(self, batch: Batch, *, temperature: float, notes: Tensor | None = None) -> Tensor:
+        """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, with gradient unless disabled;
+        ``notes``: see `FlatScorer`.
+        """
+        result: Tensor = self.scorer(batch, temperature=temperature, notes=notes)
         return result
 
     def remembering(self, wanted: bool) -> AbstractContextManager[None]:

@@ -42,10 +42,12 @@ class Progress:
         """The present step is the best so far."""
         return self.best_step is not None and self.best_step == self.step
 
-    def judge(self, metrics: Mapping[str, float], name: str) -> None:
-        """Remembers the step if ``metrics[name]`` is the highest so far: the first of equals, never a nan."""
-        value = metrics[name]
-        if not math.isnan(value) and (self.best_value is None or value > self.best_value):
+    def judge(self, metrics: Mapping[str, float], name: str, *, lower: bool = False) -> None:
+        """Remembers the step if ``metrics[name]`` is the highest so far, or the lowest: the first of equals,
+        never a nan.
+        """
+        value, best = metrics[name], self.best_value
+        if not math.isnan(value) and (best is None or (value < best if lower else value > best)):
             self.best_value, self.best_step = value, self.step
 
     def state_dict(self) -> dict[str, Any]:

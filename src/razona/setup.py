@@ -12,7 +12,7 @@ import torch
 from razona.config import DataConfig, GRPOConfig, LoRAConfig, ModelConfig, OptimizerConfig
 from razona.config.check import check_adapter
 from razona.console import Console
-from razona.data import Rows, build_prompts, load_rows, with_gold
+from razona.data import Demonstration, Rows, build_prompts, load_rows, with_gold
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.errors import ConfigError, DataError
@@ -160,14 +160,19 @@ def fitting_prompts(
     return prompts.prompts
 
 
-def overlap_note(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
-    """What to print when prompts are trained on and held out too: None when there are none."""
+def overlap_note(
+    training: Sequence[Prompt | Demonstration], held_out: Sequence[Prompt | Demonstration]
+) -> str | None:
+    """What to print when prompts, or whole demonstrations, are trained on and held out too: None when there
+    are none.
+    """
     trained = {prompt.token_ids for prompt in training}
     count = sum(prompt.token_ids in trained for prompt in held_out)
     if not count:
         return None
+    what = "prompts" if isinstance(held_out[0], Prompt) else "rows"
     return (
-        f"{count} of the {len(held_out)} held-out prompts are training prompts too: for these, eval/... "
+        f"{count} of the {len(held_out)} held-out {what} are training {what} too: for these, eval/... "
         "figures say what was learned by heart. Hold out rows that are not trained on."
     )
 

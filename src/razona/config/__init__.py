@@ -1,6 +1,13 @@
 """Frozen dataclasses, one file per loop."""
 
-from razona.config.commands import DemoConfig, EvaluateConfig, GenerateConfig, MergeConfig, SelectConfig
+from razona.config.commands import (
+    DemoConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    MergeConfig,
+    PushConfig,
+    SelectConfig,
+)
 from razona.config.common import (
     BUNDLED_MODEL,
     DataConfig,
@@ -11,7 +18,7 @@ from razona.config.common import (
     RunConfig,
 )
 from razona.config.grpo import DifficultyConfig, GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
-from razona.config.sft import SFTConfig
+from razona.config.sft import SFTConfig, SFTEvalConfig
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -28,8 +35,10 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "PushConfig",
     "RefillConfig",
     "RunConfig",
     "SFTConfig",
+    "SFTEvalConfig",
     "SelectConfig",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from razona.config.commands import GenerateConfig
 from razona.config.common import EvalConfig, LoRAConfig
 from razona.config.grpo import GRPOConfig, ObjectiveConfig
+from razona.config.sft import SFTConfig, SFTEvalConfig
 from razona.errors import ConfigError, nearest
 
 _REASONS = {
@@ -93,8 +94,8 @@ def validate(config: Any, *, eval_rows: bool | None = None, objective: Any = Non
     if isinstance(config, GRPOConfig):
         _check_grpo(config)
         _check_objective(config, objective)
-        if eval_rows is False and not config.eval.data:
-            _check_no_evaluation(config.eval)
+    if isinstance(config, GRPOConfig | SFTConfig) and eval_rows is False and not config.eval.data:
+        _check_no_evaluation(config.eval)
     if isinstance(config, GenerateConfig) and config.prompts and config.data.path:
         raise ConfigError(
             f"prompts ({len(config.prompts)}) and data.path = {config.data.path!r} are both given, and one "
@@ -107,7 +108,7 @@ def validate(config: Any, *, eval_rows: bool | None = None, objective: Any = Non
             "own rank. Give one of them."
         )
     evaluation, run, optimizer = (getattr(config, name, None) for name in ("eval", "run", "optimizer"))
-    if evaluation and evaluation.temperature == 0 and evaluation.samples > 1:
+    if isinstance(evaluation, EvalConfig) and evaluation.temperature == 0 and evaluation.samples > 1:
         raise ConfigError(
             f"eval.samples = {evaluation.samples} at eval.temperature = 0: greedy completions of a "
             "prompt are all the same. Set eval.samples = 1, or a temperature above 0."
@@ -181,7 +182,7 @@ def _check_fields(config: Any, table: str = "") -> None:
             raise ConfigError(f"{name} = {value!r} cannot work: it must be {_RANGES[name][0]}.")
 
 
-def _check_no_evaluation(config: EvalConfig) -> None:
+def _check_no_evaluation(config: EvalConfig | SFTEvalConfig) -> None:
     """Without held-out rows every other option of evaluation would be ignored."""
     values = {field: getattr(config, field.name) for field in dataclasses.fields(config)}
     given = [f"eval.{field.name} = {v!r}" for field, v in values.items() if v != field.default]

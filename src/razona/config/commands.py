@@ -1,4 +1,4 @@
-"""Options of the commands that train nothing of the user's: generate, eval, select, merge, demo."""
+"""Options of the commands that train nothing of the user's: generate, eval, select, merge, push, demo."""
 
 from __future__ import annotations
 
@@ -80,6 +80,22 @@ class MergeConfig:
     """Where to write the model, not there yet; empty: merged, beside the adapter."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the weights written; the sum is taken in fp32 in any case."""
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """Upload the model of a run to the hub, with a card made from it: razona push runs/first me/model."""
+
+    folder: str = ""
+    """The folder of a run, or of a model within it (runs/first/merged)."""
+    repo: str = ""
+    """OWNER/NAME on the hub, made if it is not there; NAME alone is yours."""
+    best: bool = False
+    """The model of the best held-out step, best/, in place of the last one."""
+    private: bool = False
+    """Only you can see the repository. One that is there and public is refused."""
+    license: str = ""
+    """For the card, as the hub spells it: apache-2.0; empty: none is claimed, unless the base's is known."""
 
 
 @dataclass(frozen=True)

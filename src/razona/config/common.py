@@ -64,6 +64,8 @@ class DataConfig:
     """Column that holds the prompt: a string or a list of messages."""
     completion_column: str = "completion"
     """Column that holds the answer to imitate (SFT only)."""
+    text_column: str = "text"
+    """Column of plain texts, every token of which is trained (SFT only, where no other column fits)."""
     rename: dict[str, str] = field(default_factory=dict)
     """Columns to rename before use, old=new, so that they fit a reward function's parameters."""
     gold: str = ""

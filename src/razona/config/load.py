@@ -30,6 +30,7 @@ SHORT_FLAGS = {
     "--gold": "--data.gold",
     "--system": "--data.system",
     "--eval-data": "--eval.data",
+    "--eval-every": "--eval.every",
     "--objective": "--objective.name",
     "--min-pass-rate": "--objective.difficulty.min-pass-rate",
     "--max-pass-rate": "--objective.difficulty.max-pass-rate",
@@ -144,7 +145,7 @@ def _parse_flags(config: C, args: Sequence[str], prog: str | None) -> C:
         if long in flags and short not in flags
     }
     spellings = ", ".join(f"{short} = {long}" for short, long in shorts.items())
-    help_text = f"{type(config).__doc__} Beside these: --json, --traceback; --dry-run when training."
+    help_text = f"{type(config).__doc__} Beside these: --json, --traceback; --dry-run to train or push."
     return tyro.cli(
         type(config),
         prog=prog,

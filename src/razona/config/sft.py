@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from razona.config.common import DataConfig, LoRAConfig, ModelConfig, OptimizerConfig, RunConfig
+from razona.config.common import DataConfig, LoRAConfig, ModelConfig, OptimizerConfig, RunConfig, resumable
+
+
+@dataclass(frozen=True)
+class SFTEvalConfig:
+    """Held-out loss during training."""
+
+    data: str = ""
+    """Held-out rows, read like the training data; empty: no evaluation."""
+    every: int = resumable(0)
+    """Steps between evaluations; 0: only after the last step."""
+    best_metric: Literal["eval/loss", "eval/token_accuracy"] = "eval/loss"
+    """The step with the lowest loss, or the highest accuracy, is kept as best/."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +28,7 @@ class SFTConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
+    eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
     rows_per_step: int = 8
     """Demonstrations per optimizer step."""

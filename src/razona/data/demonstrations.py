@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from razona.chat import tokenizer_of
@@ -39,12 +39,15 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class DemonstrationSet:
-    """Demonstrations, how many rows were dropped for which reason, and lines to print (``notices``)."""
+    """Demonstrations, how many rows were dropped for which reason, lines to print (``notices``), and in words
+    which of their tokens are trained.
+    """
 
     demonstrations: tuple[Demonstration, ...]
     total: int
     dropped: Mapping[str, int]
     notices: tuple[str, ...]
+    trained: str = "the answers and their stop tokens"
 
 
 def build_demonstrations(
@@ -58,7 +61,8 @@ def build_demonstrations(
     """One demonstration per row that fits in ``max_length`` tokens.
 
     Rows have ``data.prompt_column`` and ``data.completion_column`` (a string, or a list with one assistant
-    message), or a column ``messages``, of which every assistant turn is trained. Trained tokens are what the
+    message); or a column ``messages``, of which every assistant turn is trained; or, with neither,
+    ``data.text_column``, plain texts to go on with from their first token. Trained tokens are what the
     assistant wrote and the token that ends its turn (the first of ``stop_token_ids`` or the tokenizer's own).
     What stands before the first of them is the prompt, which ``data.max_prompt_length`` bounds. Raises
     DataError.
@@ -70,18 +74,14 @@ def build_demonstrations(
             "one never stops. Set tokenizer.eos_token."
         )
     stops = {tokenizer.eos_token_id, *stop_token_ids}
-    from_messages = "messages" in rows.columns and data.completion_column not in rows.columns
-    if not from_messages:
-        need_column(rows, data.prompt_column, "--data.prompt-column", "prompts")
-        need_column(rows, data.completion_column, "--data.completion-column", "answers to imitate")
     found: list[Demonstration] = []
     dropped: Counter[str] = Counter()
-    read = _from_messages if from_messages else _from_pair
+    read = _reader(rows, data)
     for i, row in enumerate(rows):
         demonstration = read(row, tokenizer, data, stops, rows.where(i))
         excess = _excess(demonstration, data.max_prompt_length, max_length)
         if not any(demonstration.loss_mask):
-            dropped["no answer in it to train on"] += 1
+            dropped["nothing in it to train on" if read is _from_text else "no answer in it to train on"] += 1
         elif excess is None:
             found.append(demonstration)
         elif data.too_long == "drop":
@@ -91,11 +91,32 @@ def build_demonstrations(
                 f"{rows.where(i)}{excess.refused}, or let such rows be left out with --data.too-long drop."
             )
     notices = drop_notices(dropped, len(rows)) + unseen_notices(rows)
-    if not from_messages and data.system is None:
+    if read is _from_pair and data.system is None:
         notices += plain_notices(rows, tokenizer, data.prompt_column)
     if not found:
         raise DataError(f"Nothing is left of {rows.name} to train on. {' '.join(notices)}")
-    return DemonstrationSet(tuple(found), len(rows), dict(dropped), notices)
+    made = DemonstrationSet(tuple(found), len(rows), dict(dropped), notices)
+    return replace(made, trained="whole texts and their end tokens") if read is _from_text else made
+
+
+_Reader = Callable[[Mapping[str, Any], Any, DataConfig, set[int], str], Demonstration]
+
+
+def _reader(rows: Rows, data: DataConfig) -> _Reader:
+    """What the columns hold, by their names. DataError where none of the three kinds is there."""
+    if data.completion_column not in rows.columns:
+        if "messages" in rows.columns:
+            return _from_messages
+        if data.text_column in rows.columns:
+            if data.system is not None:
+                raise DataError(
+                    f"{rows.name} holds plain texts, column {data.text_column!r}, and data.system = "
+                    f"{data.system!r:.60} has no place in one. Leave it out, or give prompts and completions."
+                )
+            return _from_text
+    need_column(rows, data.prompt_column, "--data.prompt-column", "prompts")
+    need_column(rows, data.completion_column, "--data.completion-column", "answers to imitate")
+    return _from_pair
 
 
 class _Excess(NamedTuple):
@@ -150,6 +171,21 @@ def _from_pair(
     if tail[-1] not in stops:
         tail.append(tokenizer.eos_token_id)
     return Demonstration((*head, *tail), (False,) * len(head) + (True,) * len(tail))
+
+
+def _from_text(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: set[int], where: str
+) -> Demonstration:
+    """Every token but the first, which nothing predicts; with the end token, unless the text ends by one."""
+    text = row[data.text_column]
+    if not isinstance(text, str):
+        raise DataError(f"{where}, column {data.text_column!r} must be a string; it holds {text!r:.60}.")
+    if not text.strip():
+        return Demonstration((), ())
+    ids = encode(tokenizer, text, as_written=False)
+    if ids[-1] not in stops:
+        ids.append(tokenizer.eos_token_id)
+    return Demonstration(tuple(ids), (False,) + (True,) * (len(ids) - 1))
 
 
 def _from_messages(

@@ -48,12 +48,25 @@ class Head:
         return self.finish(self.project(hidden), temperature=1.0)
 
     def logprobs(
-        self, hidden: Tensor, target: Tensor, *, temperature: float, known: Known | None = None
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        *,
+        temperature: float,
+        notes: Tensor | None = None,
+        known: Known | None = None,
     ) -> Tensor:
         """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable. Not computed where
-        they are ``known``."""
+        they are ``known``.
+
+        ``notes`` ``[2, S]``, where given, is filled with whether the target is the most probable token, 1 or
+        0, and with the entropy of the distribution, in nats; what is ``known`` says nothing of these.
+        """
+        assert notes is None or known is None
         weight, bias = self.projection.weight, self.projection.bias
-        result: Tensor = _Logprobs.apply(hidden, weight, bias, target, self, temperature, known)  # type: ignore[no-untyped-call]
+        result: Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, target, self, temperature, notes, known
+        )
         return result
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -105,6 +118,7 @@ class _Logprobs(torch.autograd.Function):
         target: Tensor,
         head: Head,
         temperature: float,
+        notes: Tensor | None,
         known: Known | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
@@ -118,7 +132,16 @@ class _Logprobs(torch.autograd.Function):
         kept = hidden.new_empty(count, vocabulary) if keep else None
         for rows in _chunks(count):
             raw = head.project(hidden[rows])
-            _score(raw, target[rows], out[rows], head, temperature, None if kept is None else kept[rows])
+            noted = None if notes is None else notes[:, rows]
+            _score(
+                raw,
+                target[rows],
+                out[rows],
+                head,
+                temperature,
+                noted,
+                kept=None if kept is None else kept[rows],
+            )
         ctx.kept = kept
         return out
 
@@ -131,7 +154,8 @@ class _Logprobs(torch.autograd.Function):
             d = ctx.kept
             if d is None:
                 d = ctx.head.project(hidden[rows])
-                _score(d, target[rows], torch.empty(len(d), device=d.device), ctx.head, ctx.temperature, d)
+                unused = torch.empty(len(d), device=d.device)
+                _score(d, target[rows], unused, ctx.head, ctx.temperature, kept=d)
             g = grad[rows, None]
             torch.mul(d @ weight, g, out=grad_hidden[rows])
             if ctx.needs_input_grad[1]:
@@ -141,7 +165,7 @@ class _Logprobs(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_bias = _plus(grad_bias, (d.t() @ g.to(d.dtype))[:, 0], last=rows.stop == count)
         ctx.kept = None  # it is large, and the layers' own backward comes next
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _plus(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:
@@ -153,19 +177,29 @@ def _plus(total: Tensor | None, part: Tensor, *, last: bool) -> Tensor:
 
 
 def _score(
-    raw: Tensor, target: Tensor, out: Tensor, head: Head, temperature: float, derivatives: Tensor | None
+    raw: Tensor,
+    target: Tensor,
+    out: Tensor,
+    head: Head,
+    temperature: float,
+    notes: Tensor | None = None,
+    *,
+    kept: Tensor | None,
 ) -> None:
-    """Writes the log-probs of ``target`` to ``out``, and d logprob / d raw to ``derivatives`` if given (which
-    may be ``raw`` itself)."""
+    """Writes the log-probs of ``target`` to ``out``, what `Head.logprobs` notes to ``notes`` if given, and d
+    logprob / d raw to ``kept`` if given (which may be ``raw`` itself)."""
     for start in range(0, raw.shape[0], TILE):
         rows = slice(start, start + TILE)
         tile = raw[rows]
         logprobs = head.finish(tile, temperature=temperature).log_softmax(-1)
         label = target[rows]
         out[rows] = logprobs.gather(1, label[:, None])[:, 0]
-        if derivatives is not None:
+        if notes is not None:
+            notes[0, rows] = (logprobs.argmax(-1) == label).float()
+            notes[1, rows] = -(logprobs.exp() * logprobs).nansum(-1)  # 0 * -inf where p is 0
+        if kept is not None:
             p = logprobs.exp_()
-            derivatives[rows] = head.derivatives(tile, label, out[rows], p, temperature=temperature)
+            kept[rows] = head.derivatives(tile, label, out[rows], p, temperature=temperature)
 
 
 def _chunks(count: int) -> Iterator[slice]:

@@ -46,19 +46,28 @@ class FlatScorer(nn.Module):
         lighten(text)
         lighten_adapters(text)
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+    def forward(self, batch: Batch, *, temperature: float = 1.0, notes: Tensor | None = None) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is
         False.
+
+        ``notes`` ``[2, B, T]``, where given, is filled at the trained tokens with whether each is the most
+        probable one, 1 or 0, and with the entropy of the distribution it comes from, in nats.
         """
         row = batch.flat()
         layout = FlatLayout(row, exact=self.exact)
-        known = self.recall.of(batch, temperature=temperature) if torch.is_grad_enabled() else None
+        may_know = torch.is_grad_enabled() and notes is None
+        known = self.recall.of(batch, temperature=temperature) if may_know else None
         if known is None:
             hidden = self.hidden(row.token_ids, row.position_ids, layout)
         else:
             text = language_model(self.model)
             hidden = llama.replay(text, row.token_ids[0], row.position_ids[0], layout, known.layers)
-        scored = self.head.logprobs(hidden[row.source], row.target, temperature=temperature, known=known)
+        noted = None if notes is None else torch.zeros(2, len(row.target), device=hidden.device)
+        scored = self.head.logprobs(
+            hidden[row.source], row.target, temperature=temperature, notes=noted, known=known
+        )
+        if notes is not None and noted is not None:
+            notes[:, row.scored] = noted
         return torch.zeros(row.scored.shape, device=scored.device).masked_scatter(row.scored, scored)
 
     def hidden(
@@ -106,7 +115,7 @@ class FullRowScorer(nn.Module):
         self.model = model
         self.recall = Recall()
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+    def forward(self, batch: Batch, *, temperature: float = 1.0, notes: Tensor | None = None) -> Tensor:
         """As `FlatScorer.forward`."""
         device = batch.token_ids.device
         rows = [
@@ -121,9 +130,13 @@ class FullRowScorer(nn.Module):
         picked = []
         for index, group in enumerate(batch.group_of):
             first, length = len(batch.prompts[group]), batch.lengths[index]
-            own = logits[index, first - 1 : first - 1 + length].float() / temperature
-            scores = own.log_softmax(-1).gather(1, batch.token_ids[index, :length, None])[:, 0]
-            picked.append(scores[batch.loss_mask[index, :length]])
+            own = (logits[index, first - 1 : first - 1 + length].float() / temperature).log_softmax(-1)
+            target, trained = batch.token_ids[index, :length], batch.loss_mask[index, :length]
+            picked.append(own.gather(1, target[:, None])[:, 0][trained])
+            if notes is not None:
+                likely = own.detach()
+                notes[0, index, :length] = ((likely.argmax(-1) == target) & trained).float()
+                notes[1, index, :length] = -(likely.exp() * likely).nansum(-1) * trained
         return out.masked_scatter(batch.loss_mask, torch.cat(picked))
 
 

@@ -244,13 +244,14 @@ def run(
     objective = objective or objective_from(config)
     refill = make_refill(config, objective, rewards, prompts)
     trains_on = None if refill is None else refill.words
-    console.print(describe(config, objective, policy, rewards, len(prompts), trains_on))
+    header = describe(config, objective, policy, rewards, len(prompts), trains_on)
+    console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
 
     given = facts(loaded, (table, held_out), objective, rewards, evaluator)
-    log = open_run(config, console, **given)
+    log = open_run(config, console, header=header, **given)
     reference, engine = (
         make_reference(config, objective, policy, log.path),
         make_engine(policy, loaded, console),

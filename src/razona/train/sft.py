@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from razona.batch import collate_demonstrations, needed
 from razona.config import SFTConfig
 from razona.config.check import validate
 from razona.console import Console
-from razona.data import Demonstration, PromptSource, build_demonstrations, load_rows
+from razona.data import Demonstration, DemonstrationSet, PromptSource, Rows, build_demonstrations, load_rows
+from razona.evaluate import LossEvaluator
 from razona.log import Phases, RunFolder
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
 from razona.models import LoadedModel
 from razona.policy import Policy, finite
 from razona.progress import (
+    GO_ON,
     Interrupt,
     OnStep,
     Progress,
@@ -27,15 +31,16 @@ from razona.progress import (
     restore,
     save_run,
 )
-from razona.setup import load_model, make_policy, max_context, refuse_gold
+from razona.setup import load_model, make_policy, max_context, overlap_note, refuse_gold
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of; all of it but the configuration is what a checkpoint holds."""
+    """What a run is made of. Those with a ``state_dict`` are what a checkpoint holds."""
 
     policy: Policy
     source: PromptSource[Demonstration]
+    evaluator: LossEvaluator | None
     log: RunFolder
     progress: Progress
     on_step: OnStep = keep_going
@@ -61,13 +66,18 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
                 metrics = update(policy, rows, budget=config.tokens_per_microbatch)
             metrics |= {"lr": policy.learning_rate(policy.updates - 1)}
             progress.step = step + 1
+            last = step + 1 == config.run.num_steps
+            if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
+                with phases("eval"):
+                    metrics |= parts.evaluator(policy)
+                best = config.eval.best_metric
+                progress.judge(metrics, best, lower=best == "eval/loss")
             parts.log.log(step + 1, metrics)
+            # Asked once: what stops here is saved here.
+            stopping = parts.on_step(step + 1, metrics, ()) or last or interrupt.wanted
             seconds = phases.pop()
             parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
-            # Asked once: what stops here is saved here.
-            last = step + 1 == config.run.num_steps
-            stopping = parts.on_step(step + 1, metrics, ()) or last or interrupt.wanted
-            if stopping or (config.run.save_every and (step + 1) % config.run.save_every == 0):
+            if stopping or progress.is_best or _due(step + 1, config.run.save_every):
                 with phases("checkpoint"):
                     save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
             console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
@@ -82,15 +92,25 @@ def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dic
     micro-batches. NotFinite, and no update, when loss or gradient are not finite.
     """
     batch = collate_demonstrations([(row.token_ids, row.loss_mask) for row in rows]).to(policy.device)
-    total = 0.0
+    total, noted = 0.0, torch.zeros(2, device=policy.device)
     for micro in batch.weighted(per_token).split(budget):
-        logprobs = policy.logprobs(micro, temperature=1.0)  # [b, T]
+        notes = torch.zeros(2, *micro.loss_mask.shape, device=policy.device)
+        logprobs = policy.logprobs(micro, temperature=1.0, notes=notes)  # [b, T]
         loss = masked_sum(negative_log_likelihood(logprobs, micro.loss_mask), needed(micro.weights))
         loss.backward()
         total += loss.item()
+        noted += notes.sum((1, 2))
     finite("loss", total)
     norm = finite("gradient norm", policy.update())
-    return {"loss": total, "grad_norm": norm, "trained_tokens": float(batch.num_tokens)}
+    accuracy, entropy = (noted / batch.num_tokens).tolist()
+    return {
+        "loss": total,
+        "grad_norm": norm,
+        "token_accuracy": accuracy,
+        "entropy": entropy,
+        "tokens": float(sum(len(row.token_ids) for row in rows)),
+        "trained_tokens": float(batch.num_tokens),
+    }
 
 
 def run(
@@ -99,23 +119,55 @@ def run(
     console: Console | None = None,
     dry_run: bool = False,
     rows: Any = None,
+    eval_rows: Any = None,
     model: LoadedModel | None = None,
     on_step: OnStep = keep_going,
+    go_on: str = GO_ON,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona sft`, and the one call from Python.
 
-    ``rows`` stand in for ``config.data.path`` (a list of dicts, a `datasets.Dataset`), ``model`` (see
+    ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``model`` (see
     `razona.models.hand_in`) for ``config.model.name``. ``dry_run`` stops before anything is written;
-    ``on_step`` listens, and may stop the run.
+    ``on_step`` listens, and may stop the run; ``go_on`` is what to say when the run was interrupted.
     """
-    validate(config)
+    validate(config, eval_rows=eval_rows is not None)
     refuse_gold(config.data)
     console = console or Console()
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
+    found = fitting_demonstrations(table, loaded, config, console)
+    held_out = eval_rows if eval_rows is not None else config.eval.data or None
+    held_out = None if held_out is None else load_rows(held_out, split=config.data.split)
+    evaluator = make_evaluator(config, loaded, held_out, console, found.demonstrations)
+    source = PromptSource(found.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle)
+    if warning := source.warning(config.rows_per_step):
+        console.note(warning)
+    policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
+    header = describe(config, policy, found, evaluator)
+    console.print(header)
+    if dry_run:
+        console.print("dry run: everything fits; nothing was trained or written.")
+        return {"dry_run": True, "demonstrations": len(found.demonstrations)}
+
+    fingerprint = "+".join(rows.fingerprint for rows in (table, held_out) if rows is not None)
+    log = open_run(config, console, header=header, model=loaded.name, data_fingerprint=fingerprint)
+    parts = Parts(policy, source, evaluator, log, Progress(), on_step)
+    restore(log, parts.state, console)
+    try:
+        result = train(config, parts, console)
+        policy.save(log.path / "model")
+    finally:
+        policy.release()
+    return finish(log, parts.progress, result, console, go_on=go_on)
+
+
+def fitting_demonstrations(
+    rows: Rows, loaded: LoadedModel, config: SFTConfig, console: Console
+) -> DemonstrationSet:
+    """The rows that fit the model; what was dropped is printed."""
     context = max_context(loaded.model)
     found = build_demonstrations(
-        table,
+        rows,
         loaded.tokenizer,
         config.data,
         max_length=config.max_length if context is None else min(config.max_length, context),
@@ -123,27 +175,46 @@ def run(
     )
     for notice in found.notices:
         console.note(notice)
-    source = PromptSource(found.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle)
-    if warning := source.warning(config.rows_per_step):
-        console.note(warning)
-    policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
-    trained = sum(sum(d.loss_mask) for d in found.demonstrations)
-    if policy.adapter is not None:
-        console.print(str(policy.adapter))
-    console.print(
-        f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens (the answers and "
-        f"their stop tokens); {config.rows_per_step} rows per step, mean over the trained tokens of a step"
-    )
-    if dry_run:
-        console.print("dry run: everything fits; nothing was trained or written.")
-        return {"dry_run": True, "demonstrations": len(found.demonstrations)}
+    return found
 
-    log = open_run(config, console, model=loaded.name, data_fingerprint=table.fingerprint)
-    parts = Parts(policy, source, log, Progress(), on_step)
-    restore(log, parts.state, console)
-    try:
-        result = train(config, parts, console)
-        policy.save(log.path / "model")
-    finally:
-        policy.release()
-    return finish(log, parts.progress, result, console)
+
+def make_evaluator(
+    config: SFTConfig,
+    loaded: LoadedModel,
+    rows: Rows | None,
+    console: Console,
+    training: Sequence[Demonstration] = (),
+) -> LossEvaluator | None:
+    """What measures the loss of held-out ``rows``. Says which of them are ``training`` rows too."""
+    if rows is None:
+        return None
+    held_out = fitting_demonstrations(rows, loaded, config, console).demonstrations
+    if overlap := overlap_note(training, held_out):
+        console.note(overlap)
+    return LossEvaluator(held_out, budget=config.tokens_per_microbatch)
+
+
+def describe(
+    config: SFTConfig,
+    policy: Policy,
+    found: DemonstrationSet,
+    evaluator: LossEvaluator | None,
+) -> str:
+    """The header of the run: what is trained on what, and what is held out."""
+    trained = sum(sum(d.loss_mask) for d in found.demonstrations)
+    lines = [str(policy.adapter)] if policy.adapter is not None else []
+    lines.append(
+        f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens ({found.trained}); "
+        f"{config.rows_per_step} rows per step, mean over the trained tokens of a step"
+    )
+    if evaluator is not None:
+        when = f"every {config.eval.every} steps and " if config.eval.every else ""
+        lines.append(
+            f"held out: {len(evaluator.demonstrations)} rows, their loss measured {when}after the last step; "
+            f"best by {config.eval.best_metric}"
+        )
+    return "\n".join(lines)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

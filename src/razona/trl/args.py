@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from razona.config.check import validate
 from razona.errors import ConfigError
@@ -16,6 +16,8 @@ class Arguments:
     """What both have. A field is set in the constructor or later; a wrong one is a ConfigError at once."""
 
     TABLE: ClassVar[dict[str, Field]]
+    BEST_METRIC: ClassVar[str]
+    """What the best model is chosen by where only load_best_model_at_end is set."""
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         for name, field in self.TABLE.items():
@@ -26,9 +28,9 @@ class Arguments:
         own["output_dir"] = str(output_dir or "trainer_output")
         own["bf16"] = True if own["bf16"] is None else own["bf16"]
         if own["metric_for_best_model"] is None and own["load_best_model_at_end"]:
-            own["metric_for_best_model"] = "eval_reward"
+            own["metric_for_best_model"] = self.BEST_METRIC
         if own["metric_for_best_model"] is not None and own["greater_is_better"] is None:
-            own["greater_is_better"] = True
+            own["greater_is_better"] = self.higher_is_better
         self.check()
 
     def __getattr__(self, name: str) -> Any:  # for the type checker: the fields stand in __dict__
@@ -47,12 +49,19 @@ class Arguments:
         """Every field by name; a token is not shown."""
         return {**self.__dict__, "hub_token": self.hub_token and "<HUB_TOKEN>"}
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Of ``metric_for_best_model``: every figure but a loss."""
+        return self.metric_for_best_model not in ("loss", "eval_loss")
+
     def check(self) -> None:
         """ConfigError for what cannot work together."""
-        if self.greater_is_better is False:
+        if self.greater_is_better not in (None, self.higher_is_better):
+            which = "highest" if self.higher_is_better else "lowest"
             raise ConfigError(
-                f"greater_is_better=False with metric_for_best_model={self.metric_for_best_model!r}: the "
-                "best model is the one with the highest reward. Leave greater_is_better out."
+                f"greater_is_better={self.greater_is_better} with metric_for_best_model="
+                f"{self.metric_for_best_model!r}: the best model is the one with the {which} value. Leave "
+                "greater_is_better out."
             )
         for name, known in CHOICES.items():
             if name in self.TABLE and getattr(self, name) not in known:
@@ -82,6 +91,7 @@ class GRPOConfig(Arguments):
     """
 
     TABLE = fields.GRPO
+    BEST_METRIC = "eval_reward"
 
     def check(self) -> None:
         """As in TRL, before any model is loaded: batch sizes, and what the objective cannot do."""
@@ -97,6 +107,23 @@ class SFTConfig(Arguments):
     """TRL's SFTConfig, with the defaults of TRL 1.16.0. docs/from-trl.md says what becomes of each field."""
 
     TABLE = fields.SFT
+    BEST_METRIC = "eval_loss"
+
+    def check(self) -> None:
+        super().check()
+        metric = str(self.metric_for_best_model or self.BEST_METRIC)
+        if metric.removeprefix("eval_") not in SFT_METRICS:
+            raise ConfigError(
+                f"metric_for_best_model = {metric!r} is none of 'eval_loss', 'eval_mean_token_accuracy', "
+                "those that are measured."
+            )
+
+
+SFT_METRICS: dict[str, Literal["eval/loss", "eval/token_accuracy"]] = {
+    "loss": "eval/loss",
+    "mean_token_accuracy": "eval/token_accuracy",
+}
+"""Figures of a held-out evaluation in SFT that can choose the best model: TRL's name -> razona's."""
 
 
 def updates_per_rollout(args: Arguments) -> int:

@@ -12,20 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from razona.card import model_card
 from razona.checkpoint import newest_checkpoint
-from razona.config import BUNDLED_MODEL, LoRAConfig, ModelConfig
 from razona.console import Console
-from razona.errors import CheckpointError, ConfigError, ModelError
-from razona.models import HubSilent, LoadedModel, hand_in
+from razona.errors import CheckpointError, ConfigError
+from razona.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from razona.models.save import declare_widest
-from razona.setup import load_model
+from razona.push import CARD, open_repo, upload
 from razona.trl.args import Arguments
+from razona.trl.checks import INSTEAD
 from razona.trl.figures import eval_figures, mean_of, training_figures
-from razona.trl.translate import every, model_config
+from razona.trl.model import given_model
+from razona.trl.translate import every
 
+GO_ON = "go on with: trainer.train(resume_from_checkpoint=True)"
 EVENTS_ASKED = ("should_save", "should_evaluate", "should_log", "should_epoch_stop")
 
 
@@ -69,6 +73,26 @@ class Trainer:
         """One more `transformers.TrainerCallback`, a class or an object."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
+    def remove_callback(self, callback: Any) -> None:
+        """Takes one away again: the object, or every one of the class."""
+        kept = [c for c in self.callbacks if c is not callback and type(c) is not callback]
+        if len(kept) == len(self.callbacks):
+            raise ConfigError(f"there is no callback {callback!r} to remove.")
+        self.callbacks = kept
+
+    def log(self, logs: Mapping[str, float]) -> None:
+        """One more entry in ``state.log_history``; callbacks hear it."""
+        self._log(logs)
+
+    def is_world_process_zero(self) -> bool:
+        """True: there is one process."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        known = INSTEAD.get(name)
+        more = f": {known}." if known else ". docs/from-trl.md lists what there is."
+        raise AttributeError(f"razona's {type(self).__name__} has no '{name}'{more}")
+
     def save_model(self, output_dir: str | None = None) -> None:
         """The model and its tokenizer or processor, for plain transformers; None: to ``args.output_dir``."""
         folder = Path(output_dir or self.args.output_dir)
@@ -81,21 +105,65 @@ class Trainer:
             declare_widest(self.model, folder)
         (self._loaded.processor or self._loaded.tokenizer).save_pretrained(folder)
 
-    def push_to_hub(self, commit_message: str = "Model trained with razona", **options: Any) -> Any:
-        """Uploads the model to ``hub_model_id``; returns what huggingface_hub's upload does. ``options`` are
-        those of `huggingface_hub.HfApi.upload_folder`.
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        *,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> Any:
+        """Uploads the model with its card to ``hub_model_id``, as `razona push` does, in one commit; returns
+        huggingface_hub's CommitInfo. Raises HubError where the hub refuses it.
         """
-        from huggingface_hub import HfApi
-
-        args, api = self.args, HfApi(token=self.args.hub_token)
-        name = args.hub_model_id or Path(args.output_dir).absolute().name
-        repo = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        if not blocking:
+            raise ConfigError("push_to_hub(blocking=False) is not supported: it uploads, then returns.")
+        options = self._repo() | {name: v for name, v in (("token", token), ("revision", revision)) if v}
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
-            options = {"revision": args.hub_revision, **options}
-            return api.upload_folder(
-                repo_id=repo, folder_path=folder, commit_message=commit_message, **options
-            )
+            return upload(
+                Path(folder),
+                card=lambda repo: self._card(Path(folder), repo, dataset_name, tags),
+                console=self.console,
+                message=commit_message,
+                **options,
+            ).commit
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Writes the card that `push_to_hub` uploads to ``args.output_dir``, as README.md."""
+        folder, name = Path(self.args.output_dir), model_name or self._repo()["repo"]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CARD).write_text(self._card(folder, name, dataset_name, tags), encoding="utf-8")
+
+    def _repo(self) -> dict[str, Any]:
+        """Where an upload goes, as options of `razona.push`."""
+        args = self.args
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        return {
+            "repo": name,
+            "private": args.hub_private_repo,
+            "token": args.hub_token,
+            "revision": args.hub_revision,
+        }
+
+    def _card(
+        self, folder: Path, repo: str, dataset_name: str | None, tags: str | Sequence[str] | None
+    ) -> str:
+        """Made from the run of this trainer, where there was one."""
+        run = Path(self.args.output_dir) / "run" if self.state.global_step else None
+        return model_card(
+            folder, run, repo,
+            best=self.args.load_best_model_at_end and self.state.best_global_step is not None,
+            tags=[tags] if isinstance(tags, str) else list(tags or ()),
+            dataset=dataset_name or "", name=self._loaded.name,
+        )  # fmt: skip
 
     # What a run tells.
 
@@ -122,13 +190,22 @@ class Trainer:
             logging_steps=args.logging_steps,
             train_batch_size=args.per_device_train_batch_size,
         )
+        if args.push_to_hub:  # what would be refused is refused before the training, not after it
+            open_repo(**self._repo())
         started = time.time()
         for event in ("on_train_begin", "on_epoch_begin", "on_step_begin"):
             self._emit(event)
         result = run()
         self._saved()
         loss = mean_of(self._losses).get("loss") or 0.0
-        metrics = {"train_runtime": time.time() - started, "train_loss": loss}
+        runtime, updates = time.time() - started, self.state.global_step
+        metrics = {
+            "train_runtime": runtime,
+            "train_samples_per_second": updates * args.per_device_train_batch_size
+            * args.gradient_accumulation_steps / runtime,
+            "train_steps_per_second": updates / runtime,
+            "train_loss": loss,
+        }  # fmt: skip
         self._log(metrics)
         if args.load_best_model_at_end:
             self._load_best(Path(result["run"]))
@@ -158,11 +235,12 @@ class Trainer:
         """One step in the log."""
         self.state.global_step, self.state.epoch = step * self._per_step, step / self._per_epoch
         self._losses.append({"loss": metrics["loss"]})
+        self.state.num_input_tokens_seen += int(metrics["tokens"] + metrics.get("prompt_tokens", 0))
         self._unlogged.append(training_figures(metrics, records) | self._extra_figures(step))
         self._emit("on_step_end")
         first = step == 1 and self.args.logging_first_step
         if self._log_every and (step % self._log_every == 0 or first):
-            self._log(mean_of(self._unlogged))
+            self._log(mean_of(self._unlogged) | {"num_tokens": float(self.state.num_input_tokens_seen)})
             self._unlogged = []
         if evaluated := eval_figures(metrics):
             self._log(evaluated)
@@ -189,8 +267,13 @@ class Trainer:
         metric = self.args.metric_for_best_model
         if metric is None:
             return
-        value = evaluated[metric if metric.startswith("eval_") else f"eval_{metric}"]
-        if self.state.best_metric is None or value > self.state.best_metric:
+        value, best = (
+            evaluated[metric if metric.startswith("eval_") else f"eval_{metric}"],
+            self.state.best_metric,
+        )
+        if math.isnan(value):
+            return
+        if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.state.best_model_checkpoint = f"{self.args.output_dir}/run/best"
 
@@ -225,10 +308,17 @@ class Trainer:
                 )
 
     def _load_best(self, run: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        """The weights of the best step, into the model as it stands."""
+        folder = run / "best"
+        if not folder.is_dir():
+            return
+        if hasattr(self.model, "peft_config"):
+            from peft import set_peft_model_state_dict
 
-        if (run / "best").is_dir():
-            best = AutoModelForCausalLM.from_pretrained(run / "best", dtype="auto")
+            adapter = load_file(folder / ADAPTER_WEIGHTS, device=str(self.model.device))
+            set_peft_model_state_dict(self.model, adapter, adapter_name=self.model.active_adapter)
+        else:
+            best = type(self.model).from_pretrained(folder, dtype="auto")
             self.model.load_state_dict(best.state_dict())
 
     def _resuming(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> bool:
@@ -252,92 +342,6 @@ class Trainer:
                     f"{newest}. A run goes on from its newest one: pass True, or delete the later ones."
                 )
         return True
-
-
-def given_model(
-    model: Any, processing_class: Any, args: Arguments, peft_config: Any, console: Console
-) -> LoadedModel:
-    """The model by name or as an object, with its tokenizer, and with an adapter where one is asked for."""
-    config = replace(model_config(args), name=model) if isinstance(model, str) else model_config(args)
-    if isinstance(model, str):
-        loaded = _by_name(config, console, _lora(peft_config, args))
-        return loaded if processing_class is None else hand_in(loaded.model, processing_class, loaded.name)
-    name = str(getattr(model.config, "_name_or_path", "") or "handed in")
-    if processing_class is None:
-        from transformers import AutoTokenizer
-
-        try:
-            processing_class = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                "a model object without processing_class, and there is no tokenizer under its name "
-                f"'{name}'. Pass processing_class=tokenizer."
-            ) from error
-    return load_model(
-        config, console, given=hand_in(model, processing_class, name), **_lora(peft_config, args)
-    )
-
-
-def _by_name(config: ModelConfig, console: Console, lora: dict[str, Any]) -> LoadedModel:
-    """Without a hub to ask, the bundled model stands in for one that is not here; said in a line."""
-    try:
-        return load_model(config, console, **lora)
-    except HubSilent as error:
-        console.note(
-            f"{error}\nIn its place: the bundled model, {BUNDLED_MODEL}. This is not the model you named."
-        )
-        return load_model(replace(config, name=BUNDLED_MODEL), console, **lora)
-
-
-def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
-    """``peft_config`` as options of `load_model`."""
-    if peft_config is None:
-        return {}
-    for name, off in LORA_OFF.items():
-        if (value := getattr(peft_config, name, off)) != off:
-            raise ConfigError(f"peft_config.{name} = {value!r} is not supported. Leave it at {off!r}.")
-    targets = peft_config.target_modules
-    if isinstance(targets, str) and targets != "all-linear":
-        raise ConfigError(
-            f"peft_config.target_modules = {targets!r} is a pattern. Give a list of layer names."
-        )
-    names = () if targets == "all-linear" else tuple(sorted(targets or PEFT_TARGETS))
-    options = {"alpha": peft_config.lora_alpha, "rslora": peft_config.use_rslora, "target_modules": names}
-    return {"lora": LoRAConfig(r=peft_config.r, **options), "seed": args.seed}
-
-
-PEFT_TARGETS = ("q_proj", "v_proj")  # what peft takes for Llama and its kin where none are named
-LORA_OFF: dict[str, Any] = {
-    "bias": "none",
-    "modules_to_save": None,
-    "use_dora": False,
-    "init_lora_weights": True,
-    "layers_to_transform": None,
-    "exclude_modules": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-"""Options of `peft.LoraConfig` that have no place here. Dropout is off in any case."""
-
-
-REFUSED = {
-    "tokenizer": "is called processing_class: write processing_class=tokenizer, as in TRL",
-    "optimizers": "is not supported: the optimizer is AdamW. Leave it out; set learning_rate",
-    "quantization_config": "is not supported. Leave it out",
-}
-"""Arguments of both trainers that cannot work, and why."""
-
-
-def check_names(trainer: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """ConfigError for keywords that the trainer does not have, and for those it has, but that cannot work:
-    ``refused`` are its own.
-    """
-    why = {**REFUSED, **refused}
-    for name, value in given.items():
-        if name not in why:
-            raise TypeError(f"{trainer} has no argument '{name}'")
-        if value is not None and value != (None, None) and value != []:
-            raise ConfigError(f"{trainer}({name}=...) {why[name]}.")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -19,11 +19,24 @@ SAME = {
     "completion_length/max": "completions/max_length",
     "truncated": "completions/clipped_ratio",
     "kl": "kl",
+    "token_accuracy": "mean_token_accuracy",
     "entropy": "entropy",
     "clip/low": "clip_ratio/low_mean",
     "clip/high": "clip_ratio/high_mean",
 }
 """razona's name -> TRL's."""
+
+
+OF_REWARDS = {
+    "eval/reward": "reward",
+    "eval/completion_length": "completions/mean_length",
+    "eval/truncated": "completions/clipped_ratio",
+}
+OF_LOSS = {
+    "eval/loss": "loss",
+    "eval/token_accuracy": "mean_token_accuracy",
+    "eval/entropy": "entropy",
+}
 
 
 def training_figures(metrics: Mapping[str, float], records: Sequence[Record]) -> dict[str, float]:
@@ -35,14 +48,10 @@ def training_figures(metrics: Mapping[str, float], records: Sequence[Record]) ->
 
 
 def eval_figures(metrics: Mapping[str, float], prefix: str = "eval") -> dict[str, float]:
-    """``eval/NAME`` figures: ``eval_reward``, ``eval_rewards/NAME/mean`` and lengths; nothing where there was
-    no evaluation.
+    """``eval/NAME`` figures: ``eval_reward``, ``eval_rewards/NAME/mean`` and lengths; of SFT ``eval_loss``,
+    ``eval_mean_token_accuracy`` and ``eval_entropy``; nothing where there was no evaluation.
     """
-    named = {
-        "eval/reward": "reward",
-        "eval/completion_length": "completions/mean_length",
-        "eval/truncated": "completions/clipped_ratio",
-    }
+    named = OF_REWARDS if "eval/reward" in metrics else OF_LOSS
     figures = {}
     for name, value in metrics.items():
         if name.startswith("eval/") and not name.endswith("/error"):

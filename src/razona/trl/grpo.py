@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from razona.log import json_line
 from razona.setup import make_engine, make_policy
 from razona.train import grpo
 from razona.trl.args import GRPOConfig, updates_per_rollout
-from razona.trl.base import Trainer, check_names
+from razona.trl.base import GO_ON, Trainer
+from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
 from razona.trl.rewards import Notes, reward_functions
@@ -57,6 +58,7 @@ class GRPOTrainer(Trainer):
     ) -> None:
         check_names("GRPOTrainer", others, REFUSED)
         args = GRPOConfig() if args is None else args
+        check_args(args, GRPOConfig)
         if reward_funcs is None or reward_funcs == []:
             raise ConfigError(
                 "GRPOTrainer without reward_funcs: there is nothing to learn from. Give a function."
@@ -65,16 +67,7 @@ class GRPOTrainer(Trainer):
             raise DataError(
                 "GRPOTrainer without train_dataset: there are no prompts. Give rows with a column 'prompt'."
             )
-        if args.eval_strategy != "no" and eval_dataset is None:
-            raise ConfigError(
-                f"eval_strategy = {args.eval_strategy!r} without eval_dataset: there is nothing to evaluate "
-                "on. Give held-out rows, or leave it out."
-            )
-        if args.metric_for_best_model is not None and args.eval_strategy == "no":
-            raise ConfigError(
-                f"metric_for_best_model = {args.metric_for_best_model!r} with eval_strategy = 'no': it is "
-                "never measured. Set eval_strategy='steps' and eval_steps."
-            )
+        check_evaluation(args, eval_dataset)
         self.train_dataset, self.eval_dataset = load_rows(train_dataset), eval_dataset
         super().__init__(
             model,
@@ -110,7 +103,7 @@ class GRPOTrainer(Trainer):
                 reward_fns=self.reward_funcs,
                 model=self._loaded,
                 on_step=self._on_step,
-                go_on="go on with: trainer.train(resume_from_checkpoint=True)",
+                go_on=GO_ON,
             ),
             num_rows=len(self.train_dataset),
             per_step=updates_per_rollout(self.args),
@@ -124,6 +117,9 @@ class GRPOTrainer(Trainer):
             raise DataError(
                 "evaluate() without eval_dataset: there is nothing to evaluate on. Give held-out rows."
             )
+        if isinstance(rows, Mapping):  # several data sets, each under its name
+            parts = [self.evaluate(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+            return {name: value for part in parts for name, value in part.items()}
         config = self._config(resume=False, evaluates=True)
         config = replace(config, eval=replace(config.eval, best_metric=""))
         evaluator = make_evaluator(

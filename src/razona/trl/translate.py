@@ -14,8 +14,9 @@ from razona.config import (
     OptimizerConfig,
     RunConfig,
     SFTConfig,
+    SFTEvalConfig,
 )
-from razona.trl.args import Arguments, completions_per_rollout, updates_per_rollout
+from razona.trl.args import SFT_METRICS, Arguments, completions_per_rollout, updates_per_rollout
 from razona.types import Sampling
 
 ALL = 10**9  # checkpoints to keep where TRL has no limit
@@ -50,15 +51,18 @@ def grpo_config(
     )
 
 
-def sft_config(args: Arguments, *, num_rows: int, resume: bool = False) -> SFTConfig:
+def sft_config(args: Arguments, *, num_rows: int, resume: bool = False, evaluates: bool = False) -> SFTConfig:
     """What `razona.train.sft.run` takes."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     epoch = math.ceil(num_rows / rows)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * epoch)
     return SFTConfig(
         model=model_config(args),
-        data=DataConfig(shuffle=args.train_sampling_strategy == "random"),
+        data=DataConfig(
+            shuffle=args.train_sampling_strategy == "random", text_column=args.dataset_text_field
+        ),
         optimizer=optimizer_config(args, total_updates=steps),
+        eval=sft_eval_config(args, epoch=epoch, total=steps) if evaluates else SFTEvalConfig(),
         run=run_config(args, num_steps=steps, per=1, epoch=epoch, resume=resume),
         rows_per_step=rows,
         max_length=args.max_length if args.max_length is not None else ALL,
@@ -138,6 +142,15 @@ def eval_config(args: Arguments, *, per: int, epoch: int, total: int) -> EvalCon
         samples=args.num_generations_eval or args.num_generations,
         temperature=float(args.temperature),
         best_metric="" if metric is None else eval_name(metric),
+    )
+
+
+def sft_eval_config(args: Arguments, *, epoch: int, total: int) -> SFTEvalConfig:
+    """Without ``metric_for_best_model`` the loss chooses what is kept in run/best."""
+    metric = str(args.metric_for_best_model or "eval_loss").removeprefix("eval_")
+    return SFTEvalConfig(
+        every=every(args.eval_strategy, args.eval_steps or args.logging_steps, 1, epoch, total),
+        best_metric=SFT_METRICS[metric],
     )
 
 
