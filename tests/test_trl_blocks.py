@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
-from tiny_models import tiny_tokenizer
 from tiny_runs import lines
-from transformers import AutoModelForCausalLM
-from trl_helpers import no_hub, tiny_folder
+from trl_helpers import FakeHub, no_hub, tiny_folder
 
 from razona.errors import ConfigError
 
@@ -36,7 +31,7 @@ trainer.train()
 )
 
 SECTION_5 = """
-from unsloth_here import FastLanguageModel
+from razona.unsloth import FastLanguageModel
 from razona.trl import GRPOConfig, GRPOTrainer
 
 model, tokenizer = FastLanguageModel.from_pretrained(
@@ -51,6 +46,7 @@ trainer = GRPOTrainer(
     train_dataset=dataset_gsm8k,
 )
 trainer.train()
+model.push_to_hub_merged("tu-usuario/gemma-3-razonador", tokenizer)
 """
 
 ZERO_REWARDS = (EXAMPLES / "exercise_zero_rewards.py").read_text(encoding="utf-8")
@@ -117,18 +113,10 @@ def test_section_4(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in printed
 
 
-def test_section_5_says_what_to_do_without_vllm_and_runs_without_it(folder: Path) -> None:
-    class FastLanguageModel:
-        @staticmethod
-        def from_pretrained(name: str, **_: Any) -> tuple[Any, Any]:
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tiny_tokenizer()
-
-        @staticmethod
-        def get_peft_model(model: Any, **_: Any) -> Any:
-            return model
-
-    sys.modules["unsloth_here"] = types.ModuleType("unsloth_here")
-    sys.modules["unsloth_here"].FastLanguageModel = FastLanguageModel  # type: ignore[attr-defined]
+def test_section_5_says_what_to_do_without_vllm_and_runs_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = FakeHub(monkeypatch)
     names: dict[str, Any] = {"dataset_gsm8k": TWO_PROMPTS[:1]}
     exec(FUNCTIONS, names)
     with pytest.raises(
@@ -138,6 +126,13 @@ def test_section_5_says_what_to_do_without_vllm_and_runs_without_it(folder: Path
     exec(SECTION_5.replace(", use_vllm=True", ""), names)
     assert names["trainer"].model is names["model"]
     assert names["trainer"].state.global_step == 3
+    printed = capsys.readouterr().out
+    assert "'unsloth/gemma-3-1b-it' is not in the local hub cache" in printed
+    assert "LoRA r 16, alpha 16 (scaling 1) on q_proj, v_proj" in printed and "on a 4-bit base" in printed
+    ((repo, files),) = hub.uploads
+    assert repo == "tu-usuario/gemma-3-razonador"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < files.keys()
+    assert b"quantization_config" not in files["config.json"]
 
 
 def test_exercise_3(capsys: pytest.CaptureFixture[str]) -> None:

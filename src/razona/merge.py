@@ -12,14 +12,16 @@ from razona.config.check import validate
 from razona.console import Console
 from razona.errors import ConfigError, ModelError
 from razona.models import load, save
-from razona.models.lora import CONFIG
+from razona.models.lora import CONFIG, load_adapter
+from razona.models.quant import plain_copy, quantized_layers
 
 
 def run(config: MergeConfig, *, console: Console) -> dict[str, Any]:
     """Adds ``B A * scaling`` to every weight it belongs to, once and in fp32, and writes the model.
 
     Merged into bf16, most of a small update would be rounded away; so the folder is fp32 unless asked
-    otherwise, and then it is rounded after the sum.
+    otherwise, and then it is rounded after the sum. A base that was trained on in 4 bits is read from where
+    it lies, put in 4 bits as it was then, and de-quantized once: that is the model that was trained.
     """
     validate(config)
     adapter = _adapter_folder(config.adapter)
@@ -31,7 +33,10 @@ def run(config: MergeConfig, *, console: Console) -> dict[str, Any]:
     loaded = load(str(adapter), dtype=torch.float32)
     for note in loaded.notes:
         console.note(note)
-    merged = loaded.model.merge_and_unload(safe_merge=True)
+    model = loaded.model
+    if quantized_layers(model):
+        model = load_adapter(plain_copy(model.get_base_model()), adapter)
+    merged = model.merge_and_unload(safe_merge=True)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
     folder = save(merged, loaded.tokenizer, output, dtype=dtype)
     console.print(f"{adapter} and its base are one model now, in {config.dtype}: {folder}")

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from razona.config import DataConfig, GRPOConfig, LoRAConfig, ModelConfig, OptimizerConfig
+from razona.config import (
+    BUNDLED_MODEL,
+    DataConfig,
+    GRPOConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from razona.config.check import check_adapter
 from razona.console import Console
 from razona.data import Demonstration, Rows, build_prompts, load_rows, with_gold
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.errors import ConfigError, DataError
-from razona.models import LoadedModel, attach, load, with_adapter
+from razona.models import HubSilent, LoadedModel, attach, load, with_adapter
 from razona.models.lora import CONFIG as ADAPTER_CONFIG
 from razona.models.multimodal import set_dtype
+from razona.models.quant import NF4, quantized_layers
 from razona.models.scorer import FlatScorer
 from razona.objective import OBJECTIVES, Objective, with_importance
 from razona.policy import Policy, Reference
@@ -43,10 +51,20 @@ def load_model(
     check_adapter(lora)
     if given is None:
         device = choose_device(config.device)
-        dtype = _dtype(config, lora)
-        loaded = load(config.name, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+        loaded = load(
+            config.name,
+            dtype=_dtype(config, lora),
+            device=device,
+            trust_remote_code=config.trust_remote_code,
+            quantization=NF4 if config.load_in_4bit else None,
+        )
     else:
         loaded = given
+        if config.load_in_4bit and not quantized_layers(loaded.model):
+            raise ConfigError(
+                f"model.load_in_4bit = True, but the model handed in, {loaded.name}, is not in 4 bits. Load "
+                "it so, or give its name."
+            )
         if config.precision == "fp32":
             set_dtype(loaded.model, torch.float32)
     if lora.adapter:
@@ -67,10 +85,23 @@ def load_model(
     return loaded
 
 
+def or_bundled(make: Callable[[str], LoadedModel], name: str, console: Console) -> LoadedModel:
+    """``make(name)``; without a hub to ask, the bundled model stands in for one that is not here; said in a
+    line.
+    """
+    try:
+        return make(name)
+    except HubSilent as error:
+        console.note(
+            f"{error}\nIn its place: the bundled model, {BUNDLED_MODEL}. This is not the model you named."
+        )
+        return make(BUNDLED_MODEL)
+
+
 def _dtype(config: ModelConfig, lora: LoRAConfig) -> torch.dtype:
-    """What the weights are read as: the base of an adapter needs no masters."""
+    """What the weights are read as: the base of an adapter needs no masters, nor what is beside 4 bits."""
     has_adapter = lora.r or lora.adapter or (Path(config.name).expanduser() / ADAPTER_CONFIG).is_file()
-    frozen_bf16 = config.precision == "bf16" and has_adapter
+    frozen_bf16 = config.precision == "bf16" and (has_adapter or config.load_in_4bit)
     return torch.bfloat16 if config.precision == "pure_bf16" or frozen_bf16 else torch.float32
 
 
@@ -178,9 +209,14 @@ def overlap_note(
 
 
 def max_context(model: Any) -> int | None:
-    """Positions the model was made for, where its config says."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit
+    """Positions the model was made for, where its config says; fewer where it is bound to ``max_seq_length``
+    (razona.unsloth).
+    """
+    limits = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        getattr(model, "max_seq_length", None),
+    )
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def training_rewards(config: GRPOConfig, rows: Rows, reward_fns: Sequence[RewardSpec]) -> list[BoundReward]:

@@ -26,6 +26,9 @@ class ModelConfig:
     """bf16: bf16 compute with fp32 masters. fp32: everything. pure_bf16: small updates are rounded away."""
     device: str = "auto"
     """auto takes CUDA where there is one."""
+    load_in_4bit: bool = False
+    """The decoder's linear layers in 4 bits (NF4 of bitsandbytes), frozen: to sample from, or to train an
+    adapter on."""
     trust_remote_code: bool = False
     """Run Python code that a hub repository brings."""
     gradient_checkpointing: bool = False

@@ -24,6 +24,7 @@ C = TypeVar("C")
 SHORT_FLAGS = {
     "--model": "--model.name",
     "--device": "--model.device",
+    "--load-in-4bit": "--model.load-in-4bit",
     "--data": "--data.path",
     "--task": "--data.task",
     "--prompt-column": "--data.prompt-column",

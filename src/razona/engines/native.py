@@ -162,7 +162,7 @@ class _Wave:
     def run(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids and log-probs of every row."""
         hidden = self._prefill()
-        worth_packing = self.sampling.max_completion_length >= PACK_FROM
+        worth_packing = self.scorer.exact and self.sampling.max_completion_length >= PACK_FROM
         rows, join = len(self.owners), self.scorer.lean
         used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
         with packed_linears(used, rows, join=join) if worth_packing else nullcontext():

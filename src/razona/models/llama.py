@@ -242,7 +242,7 @@ class _Gradients:
         """Of layers that read the same ``x`` ``[N, in]`` and whose outputs lie side by side, from ``grad``
         ``[N, out]``: returns that of ``x``."""
         layers = [_known(module) for module in modules]
-        weights = [layer.linear.weight for layer in layers]
+        weights = [layer.weight(grad.dtype) for layer in layers]
         sizes = [len(weight) for weight in weights]
         grad_x = grad @ (weights[0] if len(weights) == 1 else torch.cat(weights))
         if all(weight.requires_grad for weight in weights):

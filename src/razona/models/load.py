@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,16 @@ from razona.chat import chat_text, tokenizer_of
 from razona.errors import ModelError
 from razona.models.lora import CONFIG, FOUND_BY, base_of, load_adapter
 from razona.models.multimodal import frozen_note, processor_in, set_dtype
+from razona.models.quant import (
+    check_installed,
+    check_quantized,
+    made_ready,
+    read_record,
+    return_freed,
+    settings_for,
+)
 from razona.models.resolve import Source, resolve
+from razona.models.save import quiet
 
 
 @dataclass(frozen=True)
@@ -44,19 +53,33 @@ class LoadedModel:
 
 
 def load(
-    name: str, *, dtype: torch.dtype, device: str | torch.device = "cpu", trust_remote_code: bool = False
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    quantization: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
     """Load a hub id, a folder, a .gguf file or the bundled default, with all dropout off. A folder with a
-    LoRA adapter is loaded on its base.
+    LoRA adapter is loaded on its base, in 4 bits where it was trained on such a one.
 
-    Raises ModelError when the name leads nowhere, when weights are missing, pickled or quantized, and when
-    the model is not a decoder.
+    ``quantization``: settings such as `razona.models.quant.NF4` put the decoder's linear layers in 4 bits; a
+    model that is so already keeps its own. ``dtype`` is that of the rest.
+
+    Raises ModelError when the name leads nowhere, when weights are missing, pickled or quantized in another
+    way, and when the model is not a decoder.
     """
     source = resolve(name, trust_remote_code=trust_remote_code)
     if source.is_adapter:
         base = base_of(source.path)
         try:
-            loaded = load(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            loaded = load(
+                base,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                quantization=quantization or read_record(source.path),
+            )
         except ModelError as error:
             raise ModelError(
                 f"{name} is an adapter for '{base}', which cannot be loaded: {error} If the base lies "
@@ -64,16 +87,18 @@ def load(
             ) from error
         return with_adapter(loaded, name)
     try:
-        with _quiet(), _gguf_read_once() if source.is_gguf else contextlib.nullcontext():
+        with quiet(), _gguf_read_once() if source.is_gguf else contextlib.nullcontext():
             config, tokenizer = _config_and_tokenizer(source, trust_remote_code)
             processor = None if source.is_gguf else processor_in(source.path, tokenizer)
-            _check_config(name, config)
+            how = _how(name, config, dtype, device, quantization, trust_remote_code)
             notes = [*source.notes, *_no_dropout(config)]
             if source.is_gguf:
-                model = _load_gguf(source, config, dtype)
+                model = _load_gguf(source, config, how)
             else:
-                model, more = _load_safetensors(name, source, config, dtype, trust_remote_code)
+                model, more = _load_safetensors(name, source, config, how)
                 notes += more
+        if how.quantized:
+            return_freed(model)
     except ModelError:
         raise
     except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
@@ -92,7 +117,8 @@ def hand_in(model: Any, tokenizer: Any, name: str = "handed in") -> LoadedModel:
 
 
 def _ready(model: Any, tokenizer: Any, name: str, notes: Sequence[str], processor: Any) -> LoadedModel:
-    """Dropout off, a pad token, the stop tokens known."""
+    """Dropout off, a pad token, the stop tokens known, 4-bit layers with the forward pass they have here."""
+    notes = [*notes, *made_ready(name, model.get_base_model() if hasattr(model, "peft_config") else model)]
     dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
     if dropouts:
         notes = [*notes, f"Dropout is off in every pass ({len(dropouts)} layers had {dropouts[0].p:g})."]
@@ -119,7 +145,7 @@ def with_adapter(loaded: LoadedModel, name: str) -> LoadedModel:
     if hasattr(loaded.model, "peft_config"):
         raise ModelError(f"{loaded.name} is an adapter already, and {name} a second one. Give one of them.")
     base_of(source.path)  # refuses what is no LoRA
-    with _quiet():
+    with quiet():
         wrapped = load_adapter(loaded.model, source.path)
         own = (source.path / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(str(source.path)) if own else loaded.tokenizer
@@ -172,18 +198,52 @@ def _config_and_tokenizer(source: Source, trust_remote_code: bool) -> tuple[Any,
     )
 
 
-def _check_config(name: str, config: Any) -> None:
+def _check_config(name: str, config: Any) -> bool:
+    """Whether its weights are in 4 bits already."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"'{name}' is an encoder-decoder ({config.model_type}). Only decoders can be trained here."
         )
-    quantization = getattr(config, "quantization_config", None)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if quantization is not None and method != "gguf":
-        raise ModelError(
-            f"The weights of '{name}' are quantized ({method}), and updates cannot be written into them. "
-            "Give the model they were made from."
-        )
+    return check_quantized(name, config)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How weights are read. ``settings``: put in 4 bits; ``quantized``: they are, or will be."""
+
+    dtype: torch.dtype
+    device: str | torch.device
+    trust_remote_code: bool
+    settings: Mapping[str, Any] | None
+    quantized: bool
+
+    def options(self, auto: Any, config: Any) -> dict[str, Any]:
+        """What transformers has to know about 4 bits, to make them of each weight as soon as it is read."""
+        if not self.quantized:
+            return {}
+        options: dict[str, Any] = {"device_map": {"": str(self.device)}}
+        if self.settings is not None:
+            options["quantization_config"] = settings_for(
+                auto, config, self.settings, trust_remote_code=self.trust_remote_code
+            )
+        return options
+
+
+def _how(
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    settings: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+) -> _How:
+    """Raises ModelError for what cannot be read so."""
+    already = _check_config(name, config)
+    if settings is not None:
+        check_installed(name)
+    return _How(
+        dtype, device, trust_remote_code, None if already else settings, already or settings is not None
+    )
 
 
 def _no_dropout(config: Any) -> list[str]:
@@ -202,19 +262,25 @@ def _no_dropout(config: Any) -> list[str]:
     return [f"Dropout is off in every pass (the config had {', '.join(changed)})."] if changed else []
 
 
-def _load_safetensors(
-    name: str, source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[PreTrainedModel, list[str]]:
+def _load_safetensors(name: str, source: Source, config: Any, how: _How) -> tuple[PreTrainedModel, list[str]]:
+    """The model and lines to print. 4 bits are made of the weights as they are stored, whatever ``how.dtype``
+    is: every run has the same ones."""
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     declared = config.dtype
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    dtype = how.dtype
+    if how.quantized:
+        dtype = declared or torch.float32
+    elif multimodal and declared != dtype:
+        dtype = torch.float32  # the towers lose nothing
     model, report = auto.from_pretrained(
         str(source.path),
         config=config,
-        dtype=torch.float32 if multimodal and declared != dtype else dtype,  # the towers lose nothing
+        dtype=dtype,
         use_safetensors=True,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=how.trust_remote_code,
         output_loading_info=True,
+        **how.options(auto, config),
     )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -222,8 +288,8 @@ def _load_safetensors(
             f"'{name}' lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} for one; they "
             "would be random. The folder is incomplete, or its config.json belongs to another model."
         )
-    if multimodal:
-        set_dtype(model, dtype, towers_as=declared)
+    if multimodal or how.quantized:
+        set_dtype(model, how.dtype, towers_as=declared)
     notes = frozen_note(name, model)
     unused = sorted(report["unexpected_keys"])
     if not unused:
@@ -235,8 +301,9 @@ def _load_safetensors(
     ]
 
 
-def _load_gguf(source: Source, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _load_gguf(source: Source, config: Any, how: _How) -> PreTrainedModel:
     """A plain model: what transformers loads from GGUF is marked as quantized and cannot be saved."""
+    dtype = torch.float32 if how.quantized else how.dtype
     options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _HAS_GGUF_CONFIG else {}
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar knows no off switch
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -245,7 +312,16 @@ def _load_gguf(source: Source, config: Any, dtype: torch.dtype) -> PreTrainedMod
     plain = loaded.config
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
-    return type(loaded).from_pretrained(None, config=plain, state_dict=loaded.state_dict(), dtype=dtype)
+    made = type(loaded).from_pretrained(
+        None,
+        config=plain,
+        state_dict=loaded.state_dict(),
+        dtype=dtype,
+        **how.options(AutoModelForCausalLM, plain),
+    )
+    if how.quantized:
+        set_dtype(made, how.dtype)
+    return made
 
 
 _HAS_GGUF_CONFIG = hasattr(transformers, "GgufConfig")  # without it, weights are always dequantized
@@ -267,18 +343,3 @@ def _gguf_read_once() -> Iterator[None]:
     finally:
         for name, function in slow.items():
             setattr(gguf, name, function)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no warnings of transformers; its exceptions still come through."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from razona.config.common import LoRAConfig
 from razona.errors import ConfigError, ModelError, nearest
 from razona.models.multimodal import language_model
+from razona.models.quant import quantized_layers, size_of, write_record
 from razona.models.save import replacing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -75,17 +76,20 @@ class Adapter:
             save_file(tensors, new / WEIGHTS, {"format": "pt"})
             config.save_pretrained(new)
             tokenizer.save_pretrained(new)
+            write_record(self.wrapped, new)
         return Path(folder)
 
     def __str__(self) -> str:
         config, targets = self.config, self.config.target_modules
         scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
         on = targets if isinstance(targets, str) else ", ".join(sorted(targets))
-        sizes = [(p.numel(), p.requires_grad) for p in self.wrapped.get_base_model().parameters()]
+        base = self.wrapped.get_base_model()
+        sizes = [(size_of(p), p.requires_grad) for p in base.parameters()]
         trained, total = sum(n for n, own in sizes if own), sum(n for n, _ in sizes)
         return (
             f"LoRA r {config.r}, alpha {config.lora_alpha} (scaling {scaling:g}"
             f"{', rslora' if config.use_rslora else ''}) on {on}: {trained:,} of {total:,} parameters trained"
+            f"{', on a 4-bit base' if quantized_layers(base) else ''}"
         )
 
 
@@ -253,11 +257,10 @@ class LoraForward:
 
 def lighten_adapters(model: nn.Module) -> None:
     """Gives every plain LoRA layer with one active adapter the forward pass of `LoraForward`; others (DoRA,
-    embeddings, quantized bases) keep peft's."""
-    layers = sys.modules.get("peft.tuners.lora.layer")
-    if layers is None:
-        return
-    found: list[Any] = [module for module in model.modules() if type(module) is layers.Linear]
+    embeddings, 8-bit bases) keep peft's."""
+    full, quantized = (sys.modules.get(f"peft.tuners.lora.{name}") for name in ("layer", "bnb"))
+    kinds = {getattr(full, "Linear", None), getattr(quantized, "Linear4bit", None)}
+    found: list[Any] = [module for module in model.modules() if type(module) in kinds]
     for module in found:
         if len(module.active_adapters) == 1:
             (name,) = module.active_adapters

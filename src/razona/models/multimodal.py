@@ -43,6 +43,8 @@ def set_dtype(model: Any, dtype: torch.dtype, *, towers_as: torch.dtype | None =
     """
     kept = {id(p) for p in towers(model).values()}
     for parameter in model.parameters():
+        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
+            continue  # 4-bit weights
         if id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
         elif towers_as is not None:

@@ -2,7 +2,8 @@
 
 A decode step multiplies few rows, and the kernel spends half its time re-ordering each weight matrix. Blocked
 once per rollout instead, the same product takes half the time and gives the same bits (two rows or more).
-Layers that read the same input are blocked as one. A LoRA layer's product is added to its base layer's.
+Layers that read the same input are blocked as one. A LoRA layer's product is added to its base layer's. A
+4-bit layer is de-quantized for it, so that its copy takes 2 bytes per weight while the rollout lasts.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from razona.models.lora import LoraForward
+from razona.models.quant import QuantizedForward, dequantized
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -64,6 +66,10 @@ class Linear:
     linear: nn.Linear
     lora: LoraForward | None
 
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """``[out, in]``: its own, or in ``dtype`` what four bits stand for."""
+        return dequantized(self.linear, dtype) if _is_quantized(self.linear) else self.linear.weight
+
     @property
     def parts(self) -> tuple[object, ...]:
         """The modules it is made of."""
@@ -75,8 +81,16 @@ def linear_of(module: object) -> Linear | None:
     lora = getattr(module, "__dict__", {}).get("forward")
     if isinstance(lora, LoraForward):
         base = lora.layer.base_layer
-        return Linear(base, lora if lora.is_on else None) if type(base) is nn.Linear else None
-    return Linear(module, None) if type(module) is nn.Linear else None
+        return Linear(base, lora if lora.is_on else None) if _is_linear(base) else None
+    return Linear(module, None) if _is_linear(module) else None
+
+
+def _is_linear(module: object) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear or _is_quantized(module)
+
+
+def _is_quantized(module: object) -> bool:
+    return isinstance(getattr(module, "__dict__", {}).get("forward"), QuantizedForward)
 
 
 def joined(module: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
@@ -97,14 +111,15 @@ def _packable(module: object) -> Linear | None:
     if layer is None or not torch.backends.mkldnn.is_available():
         return None
     weight = layer.linear.weight
-    return layer if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else None
+    fits = weight.dtype == torch.bfloat16 or _is_quantized(layer.linear)
+    return layer if weight.device.type == "cpu" and fits else None
 
 
 def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
     """The layers' outputs side by side. The A of every LoRA is one more block of the same product."""
     linears = [layer.linear for layer in layers]
     ends = [*accumulate(linear.out_features for linear in linears)]
-    width, blocks, loras = ends[-1], [linear.weight.detach() for linear in linears], []
+    width, blocks, loras = ends[-1], [layer.weight(torch.bfloat16).detach() for layer in layers], []
     for layer, end in zip(layers, ends, strict=True):
         if layer.lora is not None:
             a, b = (weight.detach() for weight in layer.lora.weights())
@@ -115,7 +130,7 @@ def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(blocks), rows)
     bias = None
     if any(linear.bias is not None for linear in linears):
-        zeros = linears[0].weight.new_zeros(sum(map(len, blocks)) - width)
+        zeros = blocks[0].new_zeros(sum(map(len, blocks)) - width)
         bias = torch.cat([*(_bias(linear) for linear in linears), zeros])
     apply = torch.ops.mkldnn._linear_pointwise
 
@@ -129,5 +144,5 @@ def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
 
 
 def _bias(linear: nn.Linear) -> Tensor:
-    zeros = linear.weight.new_zeros(linear.out_features)
+    zeros = torch.zeros(linear.out_features, dtype=torch.bfloat16)
     return zeros if linear.bias is None else linear.bias.detach()

@@ -73,6 +73,21 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no warnings of transformers; its exceptions still come through."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def _may_replace(folder: Path) -> bool:
     models = ("config.json", "adapter_config.json")
     return any((folder / name).is_file() for name in models) or not any(folder.iterdir())

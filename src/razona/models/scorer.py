@@ -22,6 +22,7 @@ from razona.models.head import Head
 from razona.models.lean import lighten
 from razona.models.lora import lighten_adapters
 from razona.models.multimodal import language_model
+from razona.models.quant import made_ready
 from razona.models.recall import Recall, Recorder
 
 
@@ -147,6 +148,7 @@ def wrap(model: Any) -> Scorer:
     """The fastest scorer that is right for this model: flat if a flat row of two completions agrees with full
     rows. Best asked while the model is in fp32, where agreement is sharp.
     """
+    made_ready(type(model).__name__, model)
     full = FullRowScorer(model)
     text = language_model(model)
     if not getattr(text, "_supports_attention_backend", False):
@@ -204,11 +206,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def plain_attention(model: Any) -> Iterator[None]:
     """transformers' own attention inside, for what does not bring a layout (`generate`, full rows)."""
     text = language_model(model)
-    ours = text.config._attn_implementation == "razona"
-    if ours:
-        text.set_attn_implementation("sdpa" if text._supports_sdpa else "eager")
+    ours = use_plain_attention(model)
     try:
         yield
     finally:
         if ours:
             text.set_attn_implementation("razona")
+
+
+def use_plain_attention(model: Any) -> bool:
+    """From now on transformers' own attention; whether it had another."""
+    text = language_model(model)
+    ours: bool = text.config._attn_implementation == "razona"
+    if ours:
+        text.set_attn_implementation("sdpa" if text._supports_sdpa else "eager")
+    return ours

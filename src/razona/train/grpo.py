@@ -25,6 +25,7 @@ from razona.log import Phases, RunFolder, rollout_records
 from razona.losses.weights import masked_sum
 from razona.metrics import UpdateMeter, completion_means, rollout_metrics
 from razona.models import LoadedModel
+from razona.models.quant import refuse_frozen
 from razona.objective import Objective, silent_where_flat, without_kl
 from razona.policy import Policy, Reference, finite
 from razona.progress import (
@@ -233,6 +234,7 @@ def run(
     table = load_table(config.data.path if rows is None else rows, config.data, console)
     rewards = training_rewards(config, table, reward_fns)
     loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
+    refuse_frozen(loaded.name, loaded.model)
     prompts = fitting_prompts(table, loaded, config.data, config.sampling, console)
     source = make_source(config, prompts, rewards, console)
     say(console, source.warning(config.prompts_per_step), *(line for b in rewards for line in b.notices))

@@ -18,6 +18,7 @@ from razona.log import Phases, RunFolder
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
 from razona.models import LoadedModel
+from razona.models.quant import refuse_frozen
 from razona.policy import Policy, finite
 from razona.progress import (
     GO_ON,
@@ -135,6 +136,7 @@ def run(
     console = console or Console()
     table = load_rows(config.data.path if rows is None else rows, split=config.data.split)
     loaded = load_model(config.model, console, lora=config.lora, seed=config.run.seed, given=model)
+    refuse_frozen(loaded.name, loaded.model)
     found = fitting_demonstrations(table, loaded, config, console)
     held_out = eval_rows if eval_rows is not None else config.eval.data or None
     held_out = None if held_out is None else load_rows(held_out, split=config.data.split)

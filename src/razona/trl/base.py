@@ -21,6 +21,7 @@ from razona.checkpoint import newest_checkpoint
 from razona.console import Console
 from razona.errors import CheckpointError, ConfigError
 from razona.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+from razona.models.quant import write_record
 from razona.models.save import declare_widest
 from razona.push import CARD, open_repo, upload
 from razona.trl.args import Arguments
@@ -101,7 +102,9 @@ class Trainer:
                 f"{folder} is the folder of a run, with its own config.json. Give another folder."
             )
         self.model.save_pretrained(folder)
-        if not hasattr(self.model, "peft_config"):
+        if hasattr(self.model, "peft_config"):
+            write_record(self.model, folder)
+        else:
             declare_widest(self.model, folder)
         (self._loaded.processor or self._loaded.tokenizer).save_pretrained(folder)
 

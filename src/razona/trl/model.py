@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from razona.config import BUNDLED_MODEL, LoRAConfig, ModelConfig
+from razona.config import LoRAConfig
 from razona.console import Console
 from razona.errors import ConfigError, ModelError
-from razona.models import HubSilent, LoadedModel, hand_in
-from razona.setup import load_model
+from razona.models import LoadedModel, hand_in
+from razona.setup import load_model, or_bundled
 from razona.trl.args import Arguments
 from razona.trl.translate import model_config
 
@@ -20,7 +20,10 @@ def given_model(
     """The model by name or as an object, with its tokenizer, and with an adapter where one is asked for."""
     config = replace(model_config(args), name=model) if isinstance(model, str) else model_config(args)
     if isinstance(model, str):
-        loaded = _by_name(config, console, _lora(peft_config, args))
+        lora = _lora(peft_config, args)
+        loaded = or_bundled(
+            lambda name: load_model(replace(config, name=name), console, **lora), config.name, console
+        )
         return loaded if processing_class is None else hand_in(loaded.model, processing_class, loaded.name)
     name = str(getattr(model.config, "_name_or_path", "") or "handed in")
     if processing_class is None:
@@ -36,17 +39,6 @@ def given_model(
     return load_model(
         config, console, given=hand_in(model, processing_class, name), **_lora(peft_config, args)
     )
-
-
-def _by_name(config: ModelConfig, console: Console, lora: dict[str, Any]) -> LoadedModel:
-    """Without a hub to ask, the bundled model stands in for one that is not here; said in a line."""
-    try:
-        return load_model(config, console, **lora)
-    except HubSilent as error:
-        console.note(
-            f"{error}\nIn its place: the bundled model, {BUNDLED_MODEL}. This is not the model you named."
-        )
-        return load_model(replace(config, name=BUNDLED_MODEL), console, **lora)
 
 
 def _lora(peft_config: Any, args: Arguments) -> dict[str, Any]:
