@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_exact import completions_of, policy_of, prompts_of, sample, usual_tokens
 from tiny_models import tiny_model, tiny_tokenizer
-from tiny_runs import grpo_config, lines, model_folder, run_grpo
+from tiny_runs import distance, grpo_config, lines, model_folder, run_grpo
 from torch import Tensor
 
 from razona.batch import Batch, collate
@@ -249,6 +249,14 @@ def test_a_run_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ours["loss"] == theirs["loss"] and ours["reward"] == theirs["reward"]
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
     assert ours["mismatch/exact_share"] == theirs["mismatch/exact_share"] == 1.0
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_folder(tmp_path / "model")
+    monkeypatch.setattr(recall, "RECALL_BYTES", 0)  # which has other bits, and is off where memory is short
+    run_grpo(grpo_config(model, tmp_path / "plain"))
+    run_grpo(grpo_config(model, tmp_path / "recomputed", model__gradient_checkpointing=True))
+    assert distance(tmp_path / "plain", tmp_path / "recomputed") == 0
 
 
 def test_one_completion_a_step_is_computed_anew() -> None:

@@ -97,9 +97,12 @@ class UpdateMeter:
     def watch(self, policy: Policy, rollout: Batch, *, step: int, temperature: float) -> None:
         """Where training passes take what the sampler computed, the mismatch is that of one completion a
         step, computed anew."""
-        trained = rollout.loss_mask.any(1).nonzero()[:, 0].tolist()
-        if trained and any(trace is not None for trace in rollout.traces):
-            one = rollout.select([trained[step % len(trained)]])
+        kept = [
+            rollout.traces[group] is not None and rollout.traces[group].is_valid for group in rollout.group_of
+        ]
+        rows = (rollout.loss_mask.any(1) & torch.tensor(kept)).nonzero()[:, 0].tolist()
+        if rows:
+            one = rollout.select([rows[step % len(rows)]])
             found = policy.logprobs(one, temperature=temperature)
             self._mismatch(found, needed(one.sampler_logprobs), one.loss_mask)
 

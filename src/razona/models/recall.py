@@ -93,7 +93,7 @@ class Recall:
         if not traces or len(traces) < len(batch.traces):
             return None
         rows = [(traces[g], member) for g, member in zip(batch.group_of, batch.members, strict=True)]
-        if any(t.block is None or t.temperature != temperature or member in t.taken for t, member in rows):
+        if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
             return None
         for trace, member in rows:
             trace.taken.add(member)
@@ -133,6 +133,11 @@ class Trace:
     start: int = 0
     block: _Block | None = None
     taken: set[int] = field(default_factory=set)  # completions that have had their pass
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the weights are still those it was sampled with, and its memory is there."""
+        return self.block is not None
 
     def has_given(self, member: int) -> bool:
         return member in self.taken

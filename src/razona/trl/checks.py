@@ -18,6 +18,14 @@ INSTEAD = {
 """Attributes that scripts for TRL may ask for, and what there is."""
 
 
+REFUSED = {
+    "tokenizer": "is called processing_class: write processing_class=tokenizer, as in TRL",
+    "optimizers": "is not supported: the optimizer is AdamW. Leave it out; set learning_rate",
+    "quantization_config": "is not supported. Leave it out",
+}
+"""Arguments of both trainers that cannot work, and why."""
+
+
 def check_args(args: Any, cls: type[Arguments]) -> None:
     """ConfigError for a configuration that is another trainer's, or no one's here."""
     if not isinstance(args, cls):
@@ -49,8 +57,11 @@ def check_evaluation(args: Arguments, eval_dataset: Any) -> None:
         )
 
 
-def check_names(trainer: str, given: Mapping[str, Any], why: Mapping[str, str]) -> None:
-    """ConfigError for keywords that the trainer does not have, and for those it has, but that cannot work."""
+def check_names(trainer: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """ConfigError for keywords that the trainer does not have, and for those it has, but that cannot work:
+    ``refused`` are its own.
+    """
+    why = {**REFUSED, **refused}
     for name, value in given.items():
         if name not in why:
             raise TypeError(f"{trainer} has no argument '{name}'")
