@@ -63,3 +63,9 @@ def test_a_run_trains_on_cuda(tmp_path: Path) -> None:
     result, _ = run_grpo(config)
     assert result["grad_norm"] > 0
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_base_in_4_bits_trains_on_cuda(tmp_path: Path) -> None:
+    options = {"model__device": "cuda", "model__load_in_4bit": True, "lora__r": 4}
+    result, _ = run_grpo(grpo_config(model_folder(tmp_path / "model"), tmp_path / "run", **options))
+    assert result["grad_norm"] > 0

@@ -27,7 +27,9 @@ from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.errors import CheckpointError, ConfigError, ModelError
 from razona.models import LoadedModel, attach, hand_in, load, save
+from razona.models.lora import LoraForward
 from razona.models.multimodal import language_model, towers
+from razona.models.packed import packed_linears
 from razona.models.quant import NF4, dequantized, quantized_layers
 from razona.models.resolve import bundled_gguf
 from razona.policy import Policy
@@ -118,6 +120,10 @@ def test_a_thousand_tokens(packed: bool, tmp_path: Path, monkeypatch: pytest.Mon
         assert (share, count > 400) == (1.0, True), f"{share} of {count}"
         learn(policy, rollout())
     assert not any("packed" in name for m in policy.model.modules() for name in vars(m))
+    adapted_layers = [m for m in policy.model.modules() if hasattr(m, "lora_A")]
+    assert adapted_layers and all(isinstance(m.__dict__["forward"], LoraForward) for m in adapted_layers)
+    with packed_linears(policy.model, 12, join=True):
+        assert "packed_q_proj_k_proj_v_proj" in vars(policy.model.model.layers[0].self_attn)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -287,12 +293,15 @@ def test_nothing_to_train(model: Path, tmp_path: Path) -> None:
 
 
 def test_without_bitsandbytes(model: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    already = load(str(model), dtype=torch.float32, quantization=NF4).model
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name, options in ((model, {"quantization": NF4}), (run / "model", {})):
-        with pytest.raises(
-            ModelError, match=r"bitsandbytes, which is not installed: pip install 'razona\[quant\]'"
-        ):
-            load(str(name), dtype=torch.float32, **options)  # type: ignore[arg-type]
+    for call in (
+        lambda: load(str(model), dtype=torch.float32, quantization=NF4),
+        lambda: load(str(run / "model"), dtype=torch.float32),
+        lambda: hand_in(already, tiny_tokenizer()),
+    ):
+        with pytest.raises(ModelError, match=r"which is not installed: pip install 'razona\[quant\]'"):
+            call()
 
 
 def test_other_quantizations_are_refused(model: Path, tmp_path: Path) -> None:

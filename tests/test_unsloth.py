@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tiny_runs import ROWS, varied
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_helpers import SMALL, FakeHub, no_hub, tiny_folder
 
+from razona.cli import COMMANDS
 from razona.config import MergeConfig
+from razona.config.load import load_config
 from razona.console import Console
 from razona.errors import ConfigError, ModelError
 from razona.merge import run as merge
@@ -26,6 +29,7 @@ from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from razona.unsloth import FastLanguageModel, FastModel, arguments, is_bfloat16_supported
 
 IDS = torch.arange(3, 40)[None]
+PAGE = Path(__file__).parent.parent / "docs/one-gpu.md"
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +258,26 @@ def test_a_name_that_needs_the_hub(
 
 
 def test_the_page_has_every_argument() -> None:
-    page = (Path(__file__).parent.parent / "docs/one-gpu.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     for table in (arguments.LOADING, arguments.ADAPTING, arguments.SAVING):
         for name, (is_refused, text, _) in table.items():
             assert f"| `{name}` | {'not supported' if is_refused else 'not needed'} | {text} |" in page
     for call in (FastLanguageModel.from_pretrained, FastLanguageModel.get_peft_model):
         for name in inspect.signature(call).parameters:
             assert re.search(rf"\b{name}\b", page) or name in ("others", "console"), name
+
+
+def test_the_page_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python block, as printed, on the tiny model; and its command lines are ones the command takes."""
+    page = PAGE.read_text(encoding="utf-8")
+    hub = FakeHub(monkeypatch)
+    no_hub(folder, monkeypatch)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names = {"my_reward": varied, "my_rows": ROWS[:1]}
+    exec(block.replace("num_generations=8", "num_generations=8, max_completion_length=8"), names)
+    assert load("thinker", dtype=torch.bfloat16).stop_token_ids and hub.uploads[0][0] == "me/thinker"
+    commands = [shlex.split(line)[1:] for line in re.findall(r"^razona .*$", page, re.MULTILINE)]
+    assert [command for command, *_ in commands] == ["grpo", "eval", "merge"]
+    for command, *flags in commands:
+        flags = ["--adapter", *flags] if command == "merge" else flags
+        assert load_config(COMMANDS[command][1], None, flags)
