@@ -37,11 +37,11 @@ def tiny_folder(folder: Path) -> Path:
 
 
 def no_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the bundled model is there, and it is the tiny one."""
+    """Only the bundled model is there, and it is the tiny one; and folders."""
 
     def resolve(name: str, *, trust_remote_code: bool = False) -> Source:
-        if name in (BUNDLED_MODEL, str(folder)):
-            return Source(folder)
+        if name == BUNDLED_MODEL or Path(name).is_dir():
+            return Source(folder if name == BUNDLED_MODEL else Path(name))
         raise HubSilent(f"'{name}' is not in the local hub cache, and the hub is switched off.")
 
     monkeypatch.setattr(sys.modules["razona.models.load"], "resolve", resolve)  # load is also a function
