@@ -212,7 +212,19 @@ def test_groups_beyond_the_memory_are_computed(monkeypatch: pytest.MonkeyPatch) 
     assert furthest(gradients, trained(policy, unaided(batch), budget=300)[1]) < 1e-5
 
 
-def test_memory_is_used_again_and_freed_for_others() -> None:
+def test_groups_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks may come in any order, but not in turns: then all is computed."""
+    policy = make_policy()
+    monkeypatch.setattr(recall, "CPU_TOKENS", 600)  # two groups in the first block, one in the second
+    for order, recalled in ((2, 1, 0), True), ((0, 2, 1), False):
+        batch = collate(sampled(policy, 5, 30, 23))
+        batch = batch.select([6 * group + member for group in order for member in (3, 0, 5)])
+        gradients = trained(policy, batch)[1]
+        assert batch.recalled is recalled
+        assert furthest(gradients, trained(policy, unaided(batch))[1]) < 1e-5
+
+
+def test_memory_is_used_again_and_freed_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, memory = make_policy(), []
     for _ in range(2):
         with policy.scorer.recall.keeping(True):
@@ -222,6 +234,11 @@ def test_memory_is_used_again_and_freed_for_others() -> None:
         policy.scorer.recall.forget()
     assert policy.scorer.recall.spare == memory[1:] and memory[1] is memory[0]
     sampled(policy, 5, keep=False)
+    assert not policy.scorer.recall.spare
+    sampled(policy, 5, group_size=50, max_completion_length=400)  # room for more tokens than there is memory
+    assert policy.scorer.recall.blocks[0].memory is not None
+    monkeypatch.setattr(recall, "RECALL_BYTES", policy.scorer.recall.blocks[0].memory.bytes - 1)
+    policy.scorer.recall.forget()
     assert not policy.scorer.recall.spare
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,11 +48,13 @@ class Recall:
             self.is_on = False
 
     def forget(self) -> None:
-        """The weights have changed. The memory stays for the next step: to get it anew from the system takes
-        longer than to write to it."""
+        """The weights have changed. The memory stays for the next step, since to get it anew takes longer
+        than to write to it; but no more than could be used."""
+        self.spare, left = [], RECALL_BYTES
         for block in self.blocks:
-            if block.memory is not None:
+            if block.memory is not None and block.memory.bytes <= left:
                 self.spare.append(block.memory)
+                left -= block.memory.bytes
             block.forget()
         self.blocks.clear()
 
@@ -94,6 +97,11 @@ class Recall:
             return None
         rows = [(traces[g], member) for g, member in zip(batch.group_of, batch.members, strict=True)]
         if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
+            return None
+        runs = [block for block, _ in groupby(trace.block for trace in traces)]
+        if len(runs) > len(
+            set(runs)
+        ):  # one block, then another, and the first again: nothing makes such a batch
             return None
         for trace, member in rows:
             trace.taken.add(member)
@@ -159,7 +167,7 @@ class _Memory:
         def room(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=shape.dtype)
 
-        self.tokens = tokens
+        self.tokens, self.bytes = tokens, tokens * shape.token_bytes
         self.layers = [room(sum(shape.widths)) for _ in range(shape.layers)]
         self.last = room(shape.hidden)
         self.derivatives = room(shape.vocabulary)
@@ -227,7 +235,7 @@ class Recorder:
             self.places = [place for place in self.places if place.block is not lost]
 
     def put(self, layer: int, kept: Kept) -> None:
-        together = torch.cat(kept, 1)
+        together = torch.cat(kept, 1) if self.places else kept.x
         for place in self.places:
             place.put(needed(place.block.memory).layers[layer], together)
 
