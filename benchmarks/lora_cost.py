@@ -68,11 +68,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     table["model"] = {"name": options.model, "device": "cpu", **table.get("model", {})}
     (*_, pairs) = addition.split(0, demonstrations=0, held_out=0)
     peaks: list[int] = []
-    ends: list[float] = []
+    clocks: list[tuple[float, float]] = []
 
     def on_step(step: int, *_: Any) -> bool:
         peaks.append(peak_rss(reset=step == 1))
-        ends.append(time.perf_counter())
+        clocks.append((time.perf_counter(), time.process_time()))
         return False
 
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         last = json.loads((Path(folder) / "run/metrics.jsonl").read_text().splitlines()[-1])
     return {
-        "seconds": statistics.median(end - start for start, end in pairwise(ends)),
+        "seconds": statistics.median(end[0] - start[0] for start, end in pairwise(clocks)),
+        "cpu_seconds": statistics.median(end[1] - start[1] for start, end in pairwise(clocks)),
         "exact_share": last["mismatch/exact_share"],
         "peak_until_first_step": peaks[0],
         "peak_of_steps": max(peaks[1:]),
@@ -118,11 +119,12 @@ def main() -> None:
     if options.json:
         print(json.dumps(figures))
         return
-    print("| | seconds per step | peak of the steps | peak until the first step | identical log-probs |")
-    print("|---|---|---|---|---|")
+    columns = ("seconds per step", "of the processors", "peak of the steps", "peak until the first step")
+    print(f"| | {' | '.join(columns)} | identical log-probs |\n|{'---|' * (len(columns) + 2)}")
     for mode, found in figures.items():
         memory = [f"{found[name] / 1e6:.0f} MB" for name in ("peak_of_steps", "peak_until_first_step")]
-        print(f"| {mode} | {found['seconds']:.2f} | {' | '.join(memory)} | {found['exact_share']:.0%} |")
+        seconds = [f"{found[name]:.2f}" for name in ("seconds", "cpu_seconds")]
+        print(f"| {mode} | {' | '.join([*seconds, *memory])} | {found['exact_share']:.0%} |")
 
 
 SIZES = ("steps", "prompts", "group-size", "length")
