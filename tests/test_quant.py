@@ -368,15 +368,8 @@ def test_the_bundled_model_merged_says_the_same(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in addition.rows(judged)))
     for name in ("model", "merged"):
         flags = ["--temperature", "0", "--max-completion-length", "32", "--model.precision", "fp32"]
-        given = [
-            "--model",
-            str(tmp_path / "run" / name),
-            "--data",
-            str(data),
-            "--output",
-            str(tmp_path / name),
-        ]
-        assert main(["generate", *given, *flags]) == 0
+        given = ["--model", str(tmp_path / "run" / name), "--data", str(data)]
+        assert main(["generate", *given, "--output", str(tmp_path / f"{name}.jsonl"), *flags]) == 0
         texts.append([line["completion"] for line in lines(tmp_path / f"{name}.jsonl")])
     assert texts[0] == texts[1] and len(texts[0]) == 20
     assert sum(text.startswith("<think>") for text in texts[0]) > 10
