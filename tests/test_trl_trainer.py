@@ -358,6 +358,13 @@ def test_save_model_of_several_dtypes(tmp_path: Path) -> None:
     assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
 
 
+def test_the_model_generates_after_training(folder: Path, tmp_path: Path) -> None:
+    made = trainer(folder, tmp_path)
+    made.train()
+    tokens = made.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    assert tokens.shape[1] > 3
+
+
 def test_a_model_object_is_trained_in_place(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=512)
     before = model.lm_head.weight.detach().clone()

@@ -18,7 +18,7 @@ from razona.errors import CheckpointError, ModelError
 from razona.models.lora import Adapter, unwrap
 from razona.models.multimodal import set_dtype, towers
 from razona.models.save import save
-from razona.models.scorer import Scorer, wrap
+from razona.models.scorer import Scorer, use_plain_attention, wrap
 
 ADDED_AT_ONCE = 2**19  # a sum of two dtypes copies one of them first: a copy this small stays in the cache
 
@@ -97,7 +97,7 @@ class Policy:
 
     def release(self) -> None:
         """Gives the model back: its trained parameters are the masters from now on, in fp32, and whoever
-        trains it next finds it untouched. Not to be updated after.
+        trains it next finds it untouched; it has transformers' own attention again. Not to be updated after.
         """
         for hook in self._hooks:
             hook.remove()
@@ -105,6 +105,7 @@ class Policy:
             parameter.data = master.data
         for tower in self._frozen:
             tower.requires_grad_(True)
+        use_plain_attention(self.model)
 
     @property
     def device(self) -> torch.device:
