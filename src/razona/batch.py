@@ -81,12 +81,10 @@ class Batch:
     @property
     def recalled(self) -> bool:
         """Whether its training pass took what the sampler had computed."""
-        rows = (
-            [(self.traces[g], m) for g, m in zip(self.group_of, self.members, strict=True)]
-            if self.traces
-            else []
-        )
-        return bool(rows) and all(trace is not None and trace.has_given(member) for trace, member in rows)
+        if not self.traces:
+            return False
+        rows = [(self.traces[group], m) for group, m in zip(self.group_of, self.members, strict=True)]
+        return all(trace is not None and trace.has_given(member) for trace, member in rows)
 
     def with_old(
         self, policy: Any, *, temperature: float, budget: int, stale: Sequence[bool] | None = None

@@ -162,7 +162,8 @@ class _Wave:
     def run(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids and log-probs of every row."""
         hidden = self._prefill()
-        worth_packing = self.scorer.exact and self.sampling.max_completion_length >= PACK_FROM
+        in_bf16 = self.scorer.head.projection.weight.dtype == torch.bfloat16  # so are 4-bit layers then
+        worth_packing = in_bf16 and self.sampling.max_completion_length >= PACK_FROM
         rows, join = len(self.owners), self.scorer.lean
         used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
         with packed_linears(used, rows, join=join) if worth_packing else nullcontext():
