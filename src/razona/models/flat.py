@@ -230,14 +230,15 @@ class _TreeAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: FlatLayout, options: AttentionOptions
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+        out = _tree_attention(q, k, v, layout, options)
+        ctx.save_for_backward(q, k, v, out)
         ctx.layout, ctx.options = layout, options
-        return _tree_attention(q, k, v, layout, options)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        q, k, v = ctx.saved_tensors
-        return *tree_attention_backward(q, k, v, grad, ctx.layout, ctx.options), None, None
+        q, k, v, out = ctx.saved_tensors
+        return *tree_attention_backward(q, k, v, out, grad, ctx.layout, ctx.options), None, None
 
 
 def _tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: FlatLayout, options: AttentionOptions) -> Tensor:
@@ -255,16 +256,24 @@ def _tree_attention(q: Tensor, k: Tensor, v: Tensor, layout: FlatLayout, options
 
 
 def tree_attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: FlatLayout, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    grad: Tensor,
+    layout: FlatLayout,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the attention of all parts, ``[N, H, D]``."""
+    """Gradients of q, k and v from ``out``, the attention of all parts ``[N, H, D]``, and its gradient."""
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = (torch.zeros(x.shape, device=x.device) for x in (k, v))  # sums over completions: fp32
+    mean = (grad.float() * out).sum(-1, keepdim=True)
     for part in layout.parts:
         count = part.prefix[1]
         queries = part.queries(q)
         keys, values = (part.keys(x, count + queries.shape[1]) for x in (k, v))
-        own = _attention_backward(queries, keys, values, part.queries(grad), count, layout, options)
+        outer = part.queries(grad), part.queries(mean)
+        own = _attention_backward(queries, keys, values, *outer, count, layout, options)
         part.put(grad_q, own[0])
         for total, found in ((grad_k, own[1]), (grad_v, own[2])):
             total[part.prefix[0] : part.prefix[0] + count] += found[:, :count].sum(0)
@@ -276,13 +285,21 @@ def tree_attention_backward(
 
 
 def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: int, layout: FlatLayout, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    first: int,
+    layout: FlatLayout,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention` for q and grad ``[B, t, H, D]``, k and v ``[B, S, KV, D]``; k's and v's in
     fp32.
 
-    With P the probabilities and dP = grad V^T: dV = P^T grad, dS = P (dP - sum(dP P)), dQ = dS K, dK = dS^T
-    Q. Query heads that share a key/value head are rows of one matrix.
+    With P the probabilities and dP = grad V^T: dV = P^T grad, dS = P (dP - mean), dQ = dS K, dK = dS^T Q,
+    where ``mean`` ``[B, t, H, 1]`` is sum(dP P), which equals sum(grad out) (FlashAttention, section 3 of
+    its appendix B). Query heads that share a key/value head are rows of one matrix.
     """
     batch, t, heads, dim = q.shape
     kv_heads, repeats = k.shape[2], heads // k.shape[2]
@@ -290,34 +307,33 @@ def _attention_backward(
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
 
-    def rows(x: Tensor) -> Tensor:  # [b, t, H, D] -> [b * KV, repeats * t, D]
-        return (
-            x.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).reshape(-1, repeats * x.shape[1], dim)
-        )
+    def rows(x: Tensor) -> Tensor:  # [b, t, H, n] -> [b * KV, repeats * t, n]
+        x = x.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4)
+        return x.reshape(-1, repeats * x.shape[3], x.shape[4])
 
     t_step = min(t, QUERY_STEP)
     b_step = max(1, BLOCK_BYTES // (4 * heads * t_step * k.shape[1]))
     for b in range(0, batch, b_step):
+        keys, values = (x[b : b + b_step].transpose(1, 2).flatten(0, 1) for x in (k, v))
+        keys_t, values_t = (x.float().transpose(1, 2) for x in (keys, values))
         for start in range(0, t, t_step):
             here = (slice(b, b + b_step), slice(start, start + t_step))
             seen = min(k.shape[1], first + start + q[here].shape[1])
-            mask = layout.mask(
-                first + start, q[here].shape[1], seen, options.window, q.new_empty((), dtype=torch.float32)
-            )
+            mask = layout.mask(first + start, q[here].shape[1], seen, options.window, mean.new_empty(()))
             queries, grads = rows(q[here]), rows(grad[here])
-            keys, values = (x[here[0], :seen].transpose(1, 2).reshape(-1, seen, dim) for x in (k, v))
-            scores = torch.bmm(queries.float(), keys.float().transpose(1, 2)).mul_(scale)
+            # Scaled here, where there are fewer numbers than scores.
+            scores = torch.bmm(queries.float() * scale, keys_t[..., :seen])
             if options.softcap is not None:
                 scores = scores.div_(options.softcap).tanh_()
                 slope = 1.0 - scores.square()
                 scores = scores * options.softcap
             p = scores.unflatten(1, (repeats, -1)).add_(mask).softmax(-1).flatten(1, 2)
-            ds = torch.bmm(grads.float(), values.float().transpose(1, 2))
-            ds.sub_(torch.linalg.vecdot(ds, p)[..., None]).mul_(p).mul_(scale)
+            ds = torch.bmm(grads.float() * scale, values_t[..., :seen])
+            ds.sub_(rows(mean[here]) * scale).mul_(p)
             if options.softcap is not None:
                 ds.mul_(slope)
             p, ds = p.to(q.dtype), ds.to(q.dtype)
-            found_q = torch.bmm(ds, keys).unflatten(0, (-1, kv_heads)).unflatten(2, (repeats, -1))
+            found_q = torch.bmm(ds, keys[:, :seen]).unflatten(0, (-1, kv_heads)).unflatten(2, (repeats, -1))
             grad_q[here] = found_q.permute(0, 3, 1, 2, 4).flatten(2, 3)
             for total, left, right in ((grad_k, ds, queries), (grad_v, p, grads)):
                 found = torch.bmm(left.transpose(1, 2), right).unflatten(0, (-1, kv_heads))

@@ -54,11 +54,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         """With n = x r and r = 1 / sqrt(mean(x^2) + eps): dx = r (g w - n mean(g w n)), dw = sum(g n)."""
         x, weight = ctx.saved_tensors
-        full = x.float()
+        full, g, w = (
+            x.float(),
+            grad.float(),
+            weight.float(),
+        )  # not to be written to: in fp32 these are no copies
         r = (torch.linalg.vecdot(full, full)[..., None] / x.shape[-1] + ctx.eps).rsqrt()
-        n = full * r  # nothing here may write to x or grad, which full and wide are in fp32
-        wide = grad.float()
-        grad_weight = (wide * n).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        g = wide * weight
-        along = torch.linalg.vecdot(g, n)[..., None] / x.shape[-1]
-        return g.sub_(n.mul_(along)).mul_(r).to(x.dtype), grad_weight, None
+        n = full * r
+        gn = g * n
+        grad_weight = gn.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        along = (gn @ w)[..., None] / x.shape[-1]
+        return (g * w).addcmul_(n, along, value=-1).mul_(r).to(x.dtype), grad_weight, None

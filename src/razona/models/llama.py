@@ -218,7 +218,7 @@ def _layer_backward(
     q, kv = _heads(attn, qkv, rotary)
     k, v = kv.chunk(2, 1)
     grad_q, grad_k, grad_v = tree_attention_backward(
-        q, k, v, grad_attended.view(q.shape), layout, _options(attn)
+        q, k, v, kept.attended.view(q.shape), grad_attended.view(q.shape), layout, _options(attn)
     )
     grad_q, grad_k = rotary.back(torch.cat([grad_q, grad_k], 1)).split((q.shape[1], k.shape[1]), 1)
     if hasattr(attn, "q_norm"):
