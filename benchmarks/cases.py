@@ -11,6 +11,8 @@ QUESTIONS = (
     "A book has 240 pages and a reader finishes 30 pages a day. After how many days is it read?",
 )
 
+LORA_ALPHA = 32
+
 
 @dataclass(frozen=True)
 class Case:

@@ -58,6 +58,7 @@ def arguments(*extra: str) -> argparse.Namespace:
     parser.add_argument("--case", required=True, choices=sorted(CASES))
     parser.add_argument("--steps", type=int, required=True, help="measured steps, after one to warm up")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA on all linear layers; 0: none")
     for name in extra:
         parser.add_argument(name, action="store_true")
     return parser.parse_args()

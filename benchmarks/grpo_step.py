@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py --trl-python .venv-bench/bin/python
     python benchmarks/grpo_step.py --case G=8x128 --repeats 5 --json
+    python benchmarks/grpo_step.py --lora 16      # both train a LoRA of that rank on all linear layers
 
 Every measurement is a process of its own (peak memory is the process's), the parties take turns, and figures
 are medians over all measured steps. All parties get the same prompts, lengths, threads and GOMP_SPINCOUNT. A
@@ -82,7 +83,7 @@ def measure_case(
     machines = []
     for repeat in range(options.repeats):
         for party in contestants:
-            work = ("--model", model, "--case", name, "--steps", str(options.steps))
+            work = ("--model", model, "--case", name, "--steps", str(options.steps), "--lora", str(options.lora))
             run = last_json([*party.command, *work, "--threads", str(options.threads)], options.threads)
             runs[party.name].append(run)
             seconds = median(step["step"] for step in run["steps"])
@@ -154,6 +155,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=int, default=2, help="measured steps per process, after one to warm up"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA that is trained; 0: every weight")
     parser.add_argument("--model", help="a model folder; default: the bundled model, saved for the run")
     parser.add_argument("--trl-python", default=str(HERE.parent / ".venv-bench" / "bin" / "python"))
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = options.model or folder
         if not options.model:
             subprocess.run([sys.executable, "-c", SAVE_MODEL, folder], check=True, stdout=sys.stderr)
-        shape = shape_of(json.loads((Path(model) / "config.json").read_text()))
+        shape = shape_of(json.loads((Path(model) / "config.json").read_text()), lora=options.lora)
         for name in options.case:
             measured[name], speeds = measure_case(name, parties(options.trl_python), model, options)
             machines += speeds
@@ -186,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results[name] = summarise(runs, limit(shape, check_same_work(name, CASES[name], runs), machine))
         print(table(name, results[name]), file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
-        settings = {"repeats": options.repeats, "steps": options.steps, "threads": options.threads}
+        settings = {"repeats": options.repeats, "steps": options.steps, "threads": options.threads, "lora": options.lora}
         print(json.dumps({"cases": results, "machine": asdict(machine), **settings}))
 
 

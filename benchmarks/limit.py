@@ -32,6 +32,8 @@ class Shape:
     """Key/value heads x head size."""
     parameters: int
     """Trained parameters; a tied head counts once."""
+    adapter_weights: int = 0
+    """Weights of a LoRA on the linear layers of all blocks; 0 without one, and every weight is trained."""
 
     @property
     def attention(self) -> int:
@@ -69,16 +71,19 @@ class Limit:
         return self.prefill + self.decode + self.train + self.optimizer
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Shape of a Llama-like decoder (gated MLP, no biases) from its config.json."""
+def shape_of(config: Mapping[str, Any], *, lora: int = 0) -> Shape:
+    """Shape of a Llama-like decoder (gated MLP, no biases) from its config.json, with a LoRA of that rank on
+    all linear layers of its blocks."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     head_size = config.get("head_dim") or hidden // heads
     query, kv = heads * head_size, (config.get("num_key_value_heads") or heads) * head_size
-    block = layers * (2 * hidden * query + 2 * hidden * kv + 3 * hidden * config["intermediate_size"])
+    inner = config["intermediate_size"]
+    block = layers * (2 * hidden * query + 2 * hidden * kv + 3 * hidden * inner)
     head = config["vocab_size"] * hidden
     tables = head if config.get("tie_word_embeddings") else 2 * head
     norms = (2 * layers + 1) * hidden
-    return Shape(block, head, layers, query, kv, block + tables + norms)
+    adapter = lora * layers * (2 * (hidden + query) + 2 * (hidden + kv) + 3 * (hidden + inner))
+    return Shape(block, head, layers, query, kv, adapter or block + tables + norms, adapter)
 
 
 def completion_pairs(work: Sequence[Work]) -> int:
@@ -105,7 +110,7 @@ def prefill_flops(shape: Shape, work: Sequence[Work]) -> float:
     """Each prompt once, the head at its last position."""
     prompts = sum(w.prompt for w in work)
     return (
-        2 * shape.block_weights * prompts
+        2 * (shape.block_weights + shape.adapter_weights) * prompts
         + 2 * shape.head_weights * len(work)
         + shape.attention * prompt_pairs(work)
     )
@@ -119,7 +124,7 @@ def decode_seconds(
     A step reads every bf16 weight once, every row's own KV, and the prompt's KV once for its group
     (`shared_prompt_reads`) or once for every row.
     """
-    weights = shape.block_weights + shape.head_weights
+    weights = shape.block_weights + shape.head_weights + shape.adapter_weights
     kv_bytes = 2 * 2 * shape.kv_width * shape.layers  # keys and values of one token, bf16
     seconds = 0.0
     for t in range(1, max((max(w.completions, default=0) for w in work), default=0) + 1):
@@ -135,15 +140,17 @@ def decode_seconds(
 def forward_flops(shape: Shape, work: Sequence[Work]) -> float:
     """One forward pass over the shared-prefix rows, the head on completion tokens only."""
     return (
-        2 * shape.block_weights * row_tokens(work)
+        2 * (shape.block_weights + shape.adapter_weights) * row_tokens(work)
         + 2 * shape.head_weights * scored_tokens(work)
         + shape.attention * (prompt_pairs(work) + completion_pairs(work))
     )
 
 
 def train_flops(shape: Shape, work: Sequence[Work]) -> float:
-    """Forward and backward: a backward pass is two forward passes."""
-    return 3 * forward_flops(shape, work)
+    """Forward and backward: a backward pass is two forward passes, but for weights that are not trained, whose
+    own gradient nobody needs, it is one."""
+    frozen = shape.block_weights * row_tokens(work) + shape.head_weights * scored_tokens(work)
+    return 3 * forward_flops(shape, work) - (2 * frozen if shape.adapter_weights else 0)
 
 
 def executed_train_flops(

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cases import CASES, Case, reward
+from cases import CASES, LORA_ALPHA, Case, reward
 from child import StepClock, arguments, report
 
 from razona.config import DataConfig, GRPOConfig, ModelConfig, RunConfig
+from razona.config.common import LoRAConfig
 from razona.console import Console
 from razona.data import PromptSource, build_prompts, load_rows
 from razona.log import RunFolder
@@ -70,13 +71,14 @@ class TimedLog(RunFolder):
             raise Measured
 
 
-def config_for(case: Case, model: str, steps: int, output_dir: str) -> GRPOConfig:
+def config_for(case: Case, model: str, steps: int, output_dir: str, *, lora: int) -> GRPOConfig:
     return GRPOConfig(
         model=ModelConfig(name=model),
         data=DataConfig(),
         sampling=Sampling(group_size=case.group_size, max_completion_length=case.length),
         run=RunConfig(output_dir=output_dir, num_steps=steps + 1, print_every=0),  # one is never run
         prompts_per_step=len(case.questions),
+        lora=LoRAConfig(r=lora, alpha=LORA_ALPHA),
     )
 
 
@@ -90,8 +92,9 @@ def main() -> None:
     case, clock, console = CASES[options.case], StepClock(), Console(json_mode=True)
     steps = options.steps + 1
     with tempfile.TemporaryDirectory() as folder:
-        config = config_for(case, options.model, steps, folder)
-        loaded = replace(load_model(config.model, console), stop_token_ids=())  # lengths are forced
+        config = config_for(case, options.model, steps, folder, lora=options.lora)
+        loaded = load_model(config.model, console, lora=config.lora)
+        loaded = replace(loaded, stop_token_ids=())  # lengths are forced
         policy = make_policy(loaded, config.model, config.optimizer, total_updates=steps)
         rows = load_rows([{"prompt": prompt} for prompt in case.prompts])
         prompts = build_prompts(rows, loaded.tokenizer, config.data).prompts

@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 import torch
-from cases import CASES, Case, reward
+from cases import CASES, LORA_ALPHA, Case, reward
 from child import StepClock, arguments, report
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -81,6 +81,15 @@ def config_for(case: Case, steps: int, output_dir: str, *, pure_bf16: bool) -> G
     )
 
 
+def adapter(rank: int) -> Any:
+    """A LoRA on all linear layers of the decoder, as razona puts it; None for rank 0."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def main() -> None:
     options = arguments("--pure-bf16")
     torch.set_num_threads(options.threads)
@@ -94,6 +103,7 @@ def main() -> None:
             args=config_for(case, options.steps + 1, folder, pure_bf16=options.pure_bf16),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in case.prompts]),
             callbacks=[StepEnds(clock)],
+            peft_config=adapter(options.lora),
         )
         trainer.clock = clock
         trainer.train()

@@ -29,6 +29,7 @@ from razona.batch import FlatRow, Span
 MIN_QUERY_ROWS = 4
 KV_BLOCK = 512  # the CPU kernel walks key/values in blocks of this size
 KV_STEP = 64
+SEEN_STEP = 16  # as `sufficient_length` goes
 QUERY_STEP = 64  # query rows at a time in the backward pass: later ones see more keys, earlier ones fewer
 BLOCK_BYTES = 4 * 2**20  # of attention scores worked on at a time in the backward pass: the processor's cache
 
@@ -51,9 +52,9 @@ def sufficient_length(kv_length: int, needed: int) -> int:
     if kv_length > KV_BLOCK:
         least, step = KV_BLOCK, KV_BLOCK
     elif kv_length <= 192:
-        least, step = KV_STEP, KV_STEP
+        least, step = SEEN_STEP, SEEN_STEP
     else:
-        least, step = min(384, kv_length), KV_STEP
+        least, step = min(384, kv_length), SEEN_STEP
     return min(kv_length, max(least, -(-needed // step) * step))
 
 
