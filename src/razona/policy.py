@@ -16,11 +16,10 @@ from razona.chat import tokenizer_of
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
 from razona.models.lora import Adapter, unwrap
+from razona.models.master import follow, unfollow
 from razona.models.multimodal import set_dtype, towers
 from razona.models.save import save
 from razona.models.scorer import Scorer, use_plain_attention, wrap
-
-ADDED_AT_ONCE = 2**19  # a sum of two dtypes copies one of them first: a copy this small stays in the cache
 
 
 class NotFinite(ModelError):
@@ -92,15 +91,15 @@ class Policy:
         masters = [nn.Parameter(p.detach().float()) for p in self.compute]
         set_dtype(model, torch.bfloat16)
         for parameter, master in zip(self.compute, masters, strict=True):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate_into(master)))
+            self._hooks.append(follow(parameter, master))
         return masters
 
     def release(self) -> None:
         """Gives the model back: its trained parameters are the masters from now on, in fp32, and whoever
         trains it next finds it untouched; it has transformers' own attention again. Not to be updated after.
         """
-        for hook in self._hooks:
-            hook.remove()
+        for parameter, hook in zip(self.compute, self._hooks, strict=False):  # no hooks without masters
+            unfollow(parameter, hook)
         for parameter, master in zip(self.compute, self.masters, strict=True):
             parameter.data = master.data
         for tower in self._frozen:
@@ -261,16 +260,3 @@ def _nothing_to_train(adapter: Adapter | None) -> str:
         f"the model's adapter '{adapter.name}' is frozen, and so is all the rest: PeftModel.from_pretrained "
         "loads an adapter for inference. Load it with is_trainable=True."
     )
-
-
-def _accumulate_into(master: nn.Parameter) -> Any:
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float().contiguous()
-        else:
-            total, found = (x.flatten().split(ADDED_AT_ONCE) for x in (master.grad, parameter.grad))
-            torch._foreach_add_(total, found)
-        parameter.grad = None
-
-    return hook

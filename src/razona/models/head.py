@@ -13,8 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from razona.models.master import gradient_sum
+
 CHUNK = 256  # rows of one matrix product
 TILE = 8  # rows of element-wise work at a time
+VOCABULARY_STEP = 4096  # rows of the weight's gradient at a time, where they go to an fp32 sum at once
 KEPT_BYTES = 128 * 2**20  # derivatives of the logits kept from the forward pass, at most; beyond, recomputed
 
 
@@ -150,6 +153,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, _, target = ctx.saved_tensors
         count = target.numel()
         grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
+        total = gradient_sum(ctx.head.projection.weight) if ctx.needs_input_grad[1] else None
         for rows in [slice(0, count)] if ctx.kept is not None else _chunks(count):
             d = ctx.kept
             if d is None:
@@ -159,9 +163,14 @@ class _Logprobs(torch.autograd.Function):
             g = grad[rows, None]
             torch.mul(d @ weight, g, out=grad_hidden[rows])
             if ctx.needs_input_grad[1]:
-                grad_weight = _plus(
-                    grad_weight, d.t() @ (hidden[rows] * g).to(d.dtype), last=rows.stop == count
-                )
+                scaled = (hidden[rows] * g).to(d.dtype)
+                if total is None:
+                    grad_weight = _plus(grad_weight, d.t() @ scaled, last=rows.stop == count)
+                else:
+                    for own in (
+                        slice(v, v + VOCABULARY_STEP) for v in range(0, len(weight), VOCABULARY_STEP)
+                    ):
+                        total[own] += d[:, own].t() @ scaled
             if ctx.needs_input_grad[2]:
                 grad_bias = _plus(grad_bias, (d.t() @ g.to(d.dtype))[:, 0], last=rows.stop == count)
         ctx.kept = None  # it is large, and the layers' own backward comes next

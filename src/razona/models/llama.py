@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from razona.models.flat import AttentionOptions, FlatLayout, tree_attention_backward
+from razona.models.master import gradient_sum
 from razona.models.packed import GATE_UP, QKV, Linear, joined, linear_of
 
 LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -31,6 +32,7 @@ class Kept(NamedTuple):
 
     x: Tensor  # [N, h] the layer's input
     attended: Tensor  # [N, H * D] the input of o_proj
+    middle: Tensor  # [N, h] after attention, the MLP's input before its norm
     gate_up: Tensor  # [N, 2 * I]
 
 
@@ -101,7 +103,7 @@ def _layer_forward(layer: Any, x: Tensor, rotary: Rotary, layout: TokenLayout) -
     gate_up = joined(mlp, GATE_UP, layer.post_attention_layernorm.forward(middle))
     gate, up = gate_up.chunk(2, -1)
     out = middle + mlp.down_proj.forward(mlp.act_fn(gate) * up)
-    return out, Kept(x, attended, gate_up)
+    return out, Kept(x, attended, middle, gate_up)
 
 
 def _heads(attn: Any, qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -158,13 +160,35 @@ def replay(
     """`forward`'s result with gradient, without running it: ``layers`` bring what each layer kept and its
     output ``[N, h]``."""
     base = model.base_model
-    x = base.embed_tokens(tokens)
+    x: Tensor = _Embedding.apply(base.embed_tokens.weight, tokens, base.embed_tokens)  # type: ignore[no-untyped-call]
     rotary = Rotary.of(base, x, positions)
     for layer, (source, out) in zip(base.layers, layers, strict=True):
         trained = [p for p in layer.parameters() if p.requires_grad]
         x = _Layer.apply(x, out, source, layer, rotary, layout, *trained)  # type: ignore[no-untyped-call]
     result: Tensor = base.norm(x)
     return result
+
+
+class _Embedding(torch.autograd.Function):
+    """An embedding whose gradient, all zeros but for a few rows, is not made where there is a sum to add the
+    rows to."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, module: nn.Embedding) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(tokens)
+        ctx.module = module
+        return module(tokens)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        weight, padding = ctx.module.weight, ctx.module.padding_idx
+        total = gradient_sum(weight)
+        result = torch.zeros(weight.shape, device=grad.device) if total is None else total
+        if padding is not None:
+            grad = grad.masked_fill((tokens == padding)[:, None], 0.0)
+        result.index_add_(0, tokens, grad.float())
+        return result.to(weight.dtype) if total is None else None, None, None
 
 
 class _Layer(torch.autograd.Function):
@@ -208,8 +232,7 @@ def _layer_backward(
     torch.mul(grad_inner, active.detach(), out=grad_up)
     grad_gate.copy_(torch.autograd.grad(active, gate, grad_inner.mul_(up))[0])
     del gate, active, grad_inner
-    middle = kept.x + attn.o_proj.forward(kept.attended)
-    normed, norm_backward = gradients.norm(middle, layer.post_attention_layernorm)
+    normed, norm_backward = gradients.norm(kept.middle, layer.post_attention_layernorm)
     grad = grad + norm_backward(gradients.linear([mlp.gate_proj, mlp.up_proj], normed, grad_gate_up))
     # Attention, and around it.
     grad_attended = gradients.linear([attn.o_proj], kept.attended, grad)

@@ -122,7 +122,7 @@ class _Shape:
     def of(cls, model: Any, head: Tensor) -> _Shape:
         config, attn = model.config, model.base_model.layers[0].self_attn
         heads, hidden = config.num_attention_heads * attn.head_dim, config.hidden_size
-        widths = (hidden, heads, 2 * config.intermediate_size)
+        widths = (hidden, heads, hidden, 2 * config.intermediate_size)
         return cls(widths, config.num_hidden_layers, hidden, len(head), head.dtype)
 
     @property
