@@ -83,7 +83,8 @@ def measure_case(
     machines = []
     for repeat in range(options.repeats):
         for party in contestants:
-            work = ("--model", model, "--case", name, "--steps", str(options.steps), "--lora", str(options.lora))
+            work = ("--model", model, "--case", name, "--steps", str(options.steps))
+            work += ("--lora", str(options.lora))
             run = last_json([*party.command, *work, "--threads", str(options.threads)], options.threads)
             runs[party.name].append(run)
             seconds = median(step["step"] for step in run["steps"])
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results[name] = summarise(runs, limit(shape, check_same_work(name, CASES[name], runs), machine))
         print(table(name, results[name]), file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
-        settings = {"repeats": options.repeats, "steps": options.steps, "threads": options.threads, "lora": options.lora}
+        settings = {name: getattr(options, name) for name in ("repeats", "steps", "threads", "lora")}
         print(json.dumps({"cases": results, "machine": asdict(machine), **settings}))
 
 

@@ -147,8 +147,8 @@ def forward_flops(shape: Shape, work: Sequence[Work]) -> float:
 
 
 def train_flops(shape: Shape, work: Sequence[Work]) -> float:
-    """Forward and backward: a backward pass is two forward passes, but for weights that are not trained, whose
-    own gradient nobody needs, it is one."""
+    """Forward and backward: a backward pass is two forward passes, or one for weights that are not trained,
+    whose own gradient nobody needs."""
     frozen = shape.block_weights * row_tokens(work) + shape.head_weights * scored_tokens(work)
     return 3 * forward_flops(shape, work) - (2 * frozen if shape.adapter_weights else 0)
 
