@@ -15,11 +15,13 @@ from razona.models import save
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "razona_step.py"
 
 
-def test_a_measured_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", ["0", "4"])
+def test_a_measured_step(tmp_path: Path, rank: str) -> None:
     if not SCRIPT.exists():
         pytest.skip("benchmarks/ is not beside tests/")
     model = save(tiny_model("llama", max_position_embeddings=1024), tiny_tokenizer(), tmp_path / "model")
     command = [sys.executable, str(SCRIPT), "--model", str(model), "--case", "G=4x48", "--steps", "2"]
+    command += ["--lora", rank]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])

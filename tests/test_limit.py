@@ -84,3 +84,14 @@ def test_a_single_row_is_bound_by_reading_the_weights() -> None:
     one = [limit.Work(8, (4,))]
     read = 4 * 2 * (SHAPE.block_weights + SHAPE.head_weights)
     assert limit.decode_seconds(SHAPE, one, MACHINE) == pytest.approx(read / MACHINE.bandwidth, rel=0.01)
+
+
+def test_a_lora_trains_its_own_weights_only() -> None:
+    lora = limit.shape_of(CONFIG, lora=16)
+    assert lora.adapter_weights == lora.parameters == 4_884_480  # as peft counts them
+    assert lora.block_weights == SHAPE.block_weights
+    frozen = SHAPE.block_weights * limit.row_tokens(EQUAL) + SHAPE.head_weights * limit.scored_tokens(EQUAL)
+    whole, added = limit.train_flops(SHAPE, EQUAL), 6 * lora.adapter_weights * limit.row_tokens(EQUAL)
+    assert limit.train_flops(lora, EQUAL) == whole - 2 * frozen + added
+    assert limit.prefill_flops(lora, EQUAL) > limit.prefill_flops(SHAPE, EQUAL)
+    assert limit.optimizer_seconds(lora, MACHINE) == 30 * lora.parameters / MACHINE.bandwidth

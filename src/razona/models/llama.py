@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from razona.models.flat import AttentionOptions, FlatLayout, tree_attention_backward
+from razona.models.lora import LoraForward
 from razona.models.master import gradient_sum
 from razona.models.packed import GATE_UP, QKV, Linear, joined, linear_of
 
@@ -277,10 +278,30 @@ class _Gradients:
                 self.found[id(weight)] = own.t() @ x
             if bias is not None and bias.requires_grad:
                 self.found[id(bias)] = own.sum(0)
-            if layer.lora is not None:
-                a, b = layer.lora.a.weight, layer.lora.b.weight
-                grad_x += self._again(x, layer.lora.addition, [a, b])[1](own)
+        loras = [
+            (layer.lora, own) for layer, own in zip(layers, grad.split(sizes, -1), strict=True) if layer.lora
+        ]
+        if loras:
+            grad_x += self._adapters(loras, x)
         return grad_x
+
+    def _adapters(self, loras: Sequence[tuple[LoraForward, Tensor]], x: Tensor) -> Tensor:
+        """Of LoRAs that read the same ``x``, each with the gradient ``[N, out]`` of what it adds, which is
+        B (A x) times its scaling: returns that of ``x``."""
+        together = torch.cat([lora.a.weight for lora, _ in loras])
+        ranks = [len(lora.a.weight) for lora, _ in loras]
+        x = x.to(together.dtype)
+        inner = []
+        for (lora, grad), low in zip(loras, (x @ together.t()).split(ranks, 1), strict=True):
+            grad, b = grad.to(x.dtype), lora.b.weight
+            inner.append(grad @ b * lora.scaling)
+            if b.requires_grad:
+                self.found[id(b)] = grad.t() @ (low * lora.scaling)
+        grad_low = torch.cat(inner, 1)
+        for (lora, _), own in zip(loras, (grad_low.t() @ x).split(ranks), strict=True):
+            if lora.a.weight.requires_grad:
+                self.found[id(lora.a.weight)] = own
+        return grad_low @ together
 
     def norm(self, x: Tensor, module: nn.Module) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Its output, and the function from the output's gradient to that of ``x``."""

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from razona.models.lora import LoraForward
+from razona.models.lora import WIDE, LoraForward
 from razona.models.quant import QuantizedForward, dequantized
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -116,31 +116,48 @@ def _packable(module: object) -> Linear | None:
 
 
 def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
-    """The layers' outputs side by side. The A of every LoRA is one more block of the same product."""
+    """The layers' outputs side by side. The A of every LoRA is one more block of the same product; a second
+    one takes what they give through every B, zeros where an A is not its B's."""
     linears = [layer.linear for layer in layers]
-    ends = [*accumulate(linear.out_features for linear in linears)]
-    width, blocks, loras = ends[-1], [layer.weight(torch.bfloat16).detach() for layer in layers], []
-    for layer, end in zip(layers, ends, strict=True):
-        if layer.lora is not None:
-            a, b = (weight.detach() for weight in layer.lora.weights())
-            start = sum(map(len, blocks))
-            low, columns = slice(start, start + len(a)), slice(end - layer.linear.out_features, end)
-            loras.append((layer.lora, low, b, columns))
-            blocks.append(a)
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(blocks), rows)
+    weight = torch.cat([layer.weight(torch.bfloat16).detach() for layer in layers])
     bias = None
     if any(linear.bias is not None for linear in linears):
-        zeros = blocks[0].new_zeros(sum(map(len, blocks)) - width)
-        bias = torch.cat([*(_bias(linear) for linear in linears), zeros])
-    apply = torch.ops.mkldnn._linear_pointwise
+        bias = torch.cat([_bias(linear) for linear in linears])
+    apply, block = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
+    loras = [layer.lora for layer in layers if layer.lora is not None]
+    if not loras:
+        weight = block(weight, rows)
+        return lambda x: apply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+    width, scaling = len(weight), _scaling(layers)
+    ranks = sum(len(lora.a.weight) for lora in loras)
+    inner = ranks + -ranks % WIDE
+    down, up = weight.new_zeros(inner, weight.shape[1]), weight.new_zeros(width, inner)
+    low, ends = 0, accumulate(linear.out_features for linear in linears)
+    for end, layer in zip(ends, layers, strict=True):
+        if layer.lora is not None:
+            a, b = layer.lora.a.weight.detach(), layer.lora.b.weight.detach()
+            down[low : low + len(a)] = a
+            up[end - len(b) : end, low : low + len(a)] = b
+            low += len(a)
+    weight, up = block(torch.cat([weight, down]), rows), block(up, rows)
+    if bias is not None:
+        bias = torch.cat([bias, bias.new_zeros(len(down))])
 
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = apply(x, weight, bias, "none", [], "")
-        for lora, low, b, columns in loras:
-            out[..., columns] += lora.product(out[..., low], b)
-        return out[..., :width]
+        out = apply(x, weight, bias, "none", [], "")
+        added = apply(out[..., width:].contiguous(), up, None, "none", [], "")
+        return out[..., :width] + (added * scaling).to(out.dtype)  # type: ignore[no-any-return]
 
     return forward
+
+
+def _scaling(layers: Sequence[Linear]) -> float | Tensor:
+    """Of the layers' LoRAs: one number, or one per output in fp32, whose product has the same bits."""
+    each = [0.0 if layer.lora is None else layer.lora.scaling for layer in layers]
+    if len({layer.lora.scaling for layer in layers if layer.lora is not None}) == 1:
+        return max(each, key=abs)
+    return torch.tensor(each).repeat_interleave(torch.tensor([layer.linear.out_features for layer in layers]))
 
 
 def _bias(linear: nn.Linear) -> Tensor:
