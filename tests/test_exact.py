@@ -193,9 +193,9 @@ def test_temperature_and_every_row_finished_at_once() -> None:
     assert torch.equal(policy.logprobs(batch, temperature=0.7), batch.sampler_logprobs)
 
 
-def test_after_updates_too() -> None:
+def check_after_updates(policy: Policy) -> None:
     """The engine samples from the module that was just updated, whatever it packed before."""
-    policy, prompts = policy_of(learning_rate=1e-2), prompts_of(9, 80)
+    prompts = prompts_of(9, 80)
     sampling = Sampling(group_size=4, max_completion_length=40)
     engine, seen = NativeEngine(policy, stop_token_ids=()), set()
     for version in range(3):
@@ -206,6 +206,10 @@ def test_after_updates_too() -> None:
         policy.logprobs(collate(groups), temperature=1.0).mean().backward()
         assert policy.update() > 0
     assert len(seen) == 3, "an update of 1e-2 changed no log-prob"
+
+
+def test_after_updates_too() -> None:
+    check_after_updates(policy_of(learning_rate=1e-2))
 
 
 @pytest.mark.slow

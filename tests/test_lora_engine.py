@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 from test_engines import likely_token, scores_of
-from test_exact import check_rows_alone, completions_of, exact_share, prompts_of, sample, usual_tokens
+from test_exact import (
+    check_after_updates,
+    check_rows_alone,
+    completions_of,
+    exact_share,
+    prompts_of,
+    sample,
+    usual_tokens,
+)
 from test_lora import adapted, policy_of, with_random_b
 from tiny_models import ARCHITECTURES, tiny_model
 
 import razona.engines.native as native
-from razona.batch import collate
 from razona.config import LoRAConfig
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
@@ -103,17 +110,7 @@ def test_wide_layers_and_the_last_row_alone(packed: bool, monkeypatch: pytest.Mo
 
 
 def test_after_updates_too() -> None:
-    policy, prompts = policy_of(adapted(trained=False)), prompts_of(9, 80)
-    sampling = Sampling(group_size=4, max_completion_length=40)
-    engine, seen = NativeEngine(policy, stop_token_ids=()), set()
-    for version in range(3):
-        engine.load_weights(policy, version=version)
-        groups = engine.generate(prompts, sampling, seeds=[[1, 2, 3, 4], [5, 6, 7, 8]])
-        seen.add(groups[0].completions[0].logprobs)
-        assert exact_share(policy, groups)[0] == 1.0
-        policy.logprobs(collate(groups), temperature=1.0).mean().backward()
-        assert policy.update() > 0
-    assert len(seen) == 3, "an update of 1e-2 changed no log-prob"
+    check_after_updates(policy_of(adapted(trained=False)))
 
 
 def test_base_layers_are_packed_together_and_all_is_as_it_was_afterwards() -> None:

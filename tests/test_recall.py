@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_exact import completions_of, policy_of, prompts_of, sample, usual_tokens
 from tiny_models import tiny_model, tiny_tokenizer
+from tiny_multimodal import tiny_multimodal
 from tiny_runs import distance, grpo_config, lines, model_folder, run_grpo
 from torch import Tensor
 
@@ -87,6 +88,17 @@ def test_gradients_are_those_of_the_usual_pass(arch: str, budget: int) -> None:
     logprobs, gradients = trained(policy, batch, budget=budget)
     assert batch.recalled
     expected = trained(policy, unaided(batch), budget=budget)
+    assert torch.allclose(logprobs, expected[0], atol=1e-4)
+    assert furthest(gradients, expected[1]) < 1e-5
+
+
+def test_the_language_model_of_a_multimodal_checkpoint() -> None:
+    model = tiny_multimodal("smolvlm")
+    policy = Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig(), precision="fp32")
+    batch = collate(sampled(policy, 5, 70))
+    logprobs, gradients = trained(policy, batch)
+    assert batch.recalled
+    expected = trained(policy, unaided(batch))
     assert torch.allclose(logprobs, expected[0], atol=1e-4)
     assert furthest(gradients, expected[1]) < 1e-5
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import re
+import runpy
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,26 +40,8 @@ def run(fn, groups, *, timeout=None, **options):
 
 # --- exercise 2 of the text, as printed
 
-
-def texto(c):
-    return c[0]["content"] if isinstance(c, list) else c
-
-
-def extraer_respuesta(s):
-    m = re.search(r"</think>\s*(.+?)\s*$", s, re.DOTALL)
-    return m.group(1).strip() if m else None
-
-
-def reward_formato(completions, **kwargs):
-    patron = re.compile(r"^<think>.*?</think>\s*\S+", re.DOTALL)
-    return [1.0 if patron.match(texto(c)) else 0.0 for c in completions]
-
-
-def reward_correctitud(completions, respuesta_correcta, **kwargs):
-    return [
-        2.0 if extraer_respuesta(texto(c)) == esperada else 0.0
-        for c, esperada in zip(completions, respuesta_correcta)  # noqa: B905
-    ]
+COURSE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "course_rewards.py"))
+reward_formato, reward_correctitud = COURSE["reward_formato"], COURSE["reward_correctitud"]
 
 
 @pytest.mark.parametrize("messages", [False, True])
