@@ -8,13 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hub_server import Hub, running_hub, use_hub
+from hub_server import Hub, use_hub
 from test_sft_loop import TALKS
 from tiny_runs import grpo_config, lines, model_folder, run_grpo, run_sft, sft_config
 
@@ -48,13 +47,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sft = sft_config(base, root / "sft", run__num_steps=6, optimizer__learning_rate=3e-2, eval__every=1)
     run_sft(sft, rows=TALKS[:4], eval_rows=TALKS[4:])
     return {"base": base, "grpo": root / "grpo", "sft": root / "sft"}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as hub:
-        use_hub(hub, monkeypatch)
-        yield hub
 
 
 def of_folder(folder: Path) -> dict[str, bytes]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from hub_server import Hub
 from tiny_runs import lines
-from trl_helpers import FakeHub, no_hub, tiny_folder
+from trl_helpers import no_hub, tiny_folder
 
 from razona.errors import ConfigError
 
@@ -114,9 +115,9 @@ def test_section_4(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_section_5_says_what_to_do_without_vllm_and_runs_without_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub = FakeHub(monkeypatch)
+    hub.owners.add("tu-usuario")
     names: dict[str, Any] = {"dataset_gsm8k": TWO_PROMPTS[:1]}
     exec(FUNCTIONS, names)
     with pytest.raises(
@@ -129,8 +130,8 @@ def test_section_5_says_what_to_do_without_vllm_and_runs_without_it(
     printed = capsys.readouterr().out
     assert "'unsloth/gemma-3-1b-it' is not in the local hub cache" in printed
     assert "LoRA r 16, alpha 16 (scaling 1) on q_proj, v_proj" in printed and "on a 4-bit base" in printed
-    ((repo, files),) = hub.uploads
-    assert repo == "tu-usuario/gemma-3-razonador"
+    assert [*hub.repos] == ["tu-usuario/gemma-3-razonador"]
+    files = hub.files("tu-usuario/gemma-3-razonador")
     assert {"config.json", "model.safetensors", "tokenizer.json"} < files.keys()
     assert b"quantization_config" not in files["config.json"]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import Hub, running_hub, use_hub
+from hub_server import Hub, use_hub
 from peft import LoraConfig
 from test_push import front_matter, of_folder
 from test_trl_trainer import EVAL
@@ -20,13 +19,6 @@ from razona.errors import ConfigError, HubError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as hub:
-        use_hub(hub, monkeypatch)
-        yield hub
 
 
 def test_push_to_hub(folder: Path, tmp_path: Path, hub: Hub) -> None:

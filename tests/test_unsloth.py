@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from hub_server import Hub
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_push import front_matter, of_folder
 from tiny_multimodal import multimodal_folder
 from tiny_runs import ROWS, varied
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_helpers import SMALL, FakeHub, no_hub, tiny_folder
+from trl_helpers import SMALL, no_hub, tiny_folder
 
 from razona.cli import COMMANDS
 from razona.config import MergeConfig
 from razona.config.load import load_config
 from razona.console import Console
-from razona.errors import ConfigError, ModelError
+from razona.errors import ConfigError, HubError, ModelError
 from razona.merge import run as merge
 from razona.models import load
 from razona.models.quant import dequantized, quantized_layers
@@ -144,19 +146,27 @@ def test_max_seq_length_bounds_prompt_and_completion(
         FastLanguageModel.from_pretrained(str(folder), max_seq_length=4096)
 
 
-def test_upload(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub(monkeypatch)
+def test_upload(folder: Path, hub: Hub) -> None:
     model, tokenizer = FastLanguageModel.from_pretrained(str(folder))
     model = FastLanguageModel.get_peft_model(model, r=4)
-    options = {"private": True, "token": "hf_x", "commit_message": "m", "revision": "v1"}
-    assert model.push_to_hub_merged("me/mine", tokenizer, **options) == "uploaded"
-    assert hub.calls[0] == ("HfApi", {"token": "hf_x"})
-    assert hub.calls[1] == ("create_repo", {"repo_id": "me/mine", "private": True, "exist_ok": True})
-    assert hub.calls[2][1] == {
-        "commit_message": "m", "commit_description": None, "revision": "v1", "create_pr": False
-    }  # fmt: skip
+    options = {
+        "private": True,
+        "token": "hf_writes",
+        "commit_message": "m",
+        "revision": "v1",
+        "tags": "maths",
+    }
+    commit = model.push_to_hub_merged("me/mine", tokenizer, **options)
+    assert commit.oid == "c" * 40
+    assert hub.repos["me/mine"]["private"] and hub.repos["me/mine"]["commits"] == [("v1", "m")]
+    arrived = hub.files("me/mine")
+    assert front_matter(arrived.pop("README.md").decode())["tags"] == ["razona", "maths"]
+    model.save_pretrained_merged("saved", tokenizer)
+    assert arrived == of_folder(Path("saved")) and "model.safetensors" in arrived
     model.push_to_hub_merged("me/adapter", save_method="lora")
-    assert "adapter_model.safetensors" in hub.uploads[1][1] and "tokenizer.json" in hub.uploads[1][1]
+    assert {"adapter_model.safetensors", "tokenizer.json"} < hub.files("me/adapter").keys()
+    with pytest.raises(HubError, match="nothing was uploaded"):
+        model.push_to_hub_merged("me/mine", token="hf_reads")
 
 
 def test_get_peft_model(folder: Path) -> None:
@@ -267,15 +277,14 @@ def test_the_page_has_every_argument() -> None:
             assert re.search(rf"\b{name}\b", page) or name in ("others", "console"), name
 
 
-def test_the_page_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Python block, as printed, on the tiny model; and its command lines are ones the command takes."""
     page = PAGE.read_text(encoding="utf-8")
-    hub = FakeHub(monkeypatch)
     no_hub(folder, monkeypatch)
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     names = {"my_reward": varied, "my_rows": ROWS[:1]}
     exec(block.replace("num_generations=8", "num_generations=8, max_completion_length=8"), names)
-    assert load("thinker", dtype=torch.bfloat16).stop_token_ids and hub.uploads[0][0] == "me/thinker"
+    assert load("thinker", dtype=torch.bfloat16).stop_token_ids and [*hub.repos] == ["me/thinker"]
     commands = [shlex.split(line)[1:] for line in re.findall(r"^razona .*$", page, re.MULTILINE)]
     assert [command for command, *_ in commands] == ["grpo", "eval", "merge"]
     for command, *flags in commands:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,29 +44,6 @@ def no_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise HubSilent(f"'{name}' is not in the local hub cache, and the hub is switched off.")
 
     monkeypatch.setattr(sys.modules["razona.models.load"], "resolve", resolve)  # load is also a function
-
-
-class FakeHub:
-    """Takes the place of huggingface_hub's `HfApi`; ``uploads``: (repository, files) in order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.uploads: list[tuple[str, dict[str, bytes]]] = []
-        monkeypatch.setattr("huggingface_hub.HfApi", self)
-
-    def __call__(self, **options: Any) -> FakeHub:
-        self.calls.append(("HfApi", options))
-        return self
-
-    def create_repo(self, repo_id: str, **options: Any) -> Any:
-        self.calls.append(("create_repo", {"repo_id": repo_id, **options}))
-        return SimpleNamespace(repo_id=repo_id)
-
-    def upload_folder(self, *, repo_id: str, folder_path: Any, **options: Any) -> str:
-        self.calls.append(("upload_folder", options))
-        files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
-        self.uploads.append((repo_id, files))
-        return "uploaded"
 
 
 def trainer(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from razona.card import model_card
 from razona.config import BUNDLED_MODEL, LoRAConfig
 from razona.console import Console
 from razona.errors import ConfigError
@@ -18,6 +19,7 @@ from razona.models.lora import load_adapter, unwrap
 from razona.models.multimodal import towers
 from razona.models.quant import NF4, plain_copy, write_record
 from razona.models.scorer import use_plain_attention
+from razona.push import upload
 from razona.setup import choose_device, max_context, or_bundled
 from razona.unsloth.arguments import ADAPTING, LOADING, SAVING, check
 
@@ -176,31 +178,31 @@ def push_to_hub_merged(
     *,
     loaded: LoadedModel | None = None,
     commit_message: str = "Model trained with razona",
-    commit_description: str | None = None,
     private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
-    create_pr: bool = False,
+    tags: str | Sequence[str] = (),
     **others: Any,
 ) -> Any:
-    """What `save_pretrained_merged` writes, uploaded to the repository ``repo_id``, which is made where it is
-    not there; returns what huggingface_hub's upload does. HF_ENDPOINT says which hub.
+    """What `save_pretrained_merged` writes, uploaded with a card to the repository ``repo_id`` as `razona
+    push` does, in one commit; returns huggingface_hub's CommitInfo. HF_ENDPOINT says which hub. Raises
+    HubError where the hub refuses it.
     """
-    from huggingface_hub import HfApi
-
     check("push_to_hub_merged", others, SAVING)
+    tags = [tags] if isinstance(tags, str) else tags
+    name = "" if loaded is None else loaded.name
     with tempfile.TemporaryDirectory() as folder:
         path = save_pretrained_merged(model, Path(folder) / "model", tokenizer, save_method, loaded=loaded)
-        api = HfApi(token=token)
-        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        return api.upload_folder(
-            repo_id=repo,
-            folder_path=path,
-            commit_message=commit_message,
-            commit_description=commit_description,
+        return upload(
+            path,
+            repo_id,
+            lambda repo: model_card(path, None, repo, tags=tags, name=name),
+            private=private,
+            console=Console(),
+            token=token,
             revision=revision,
-            create_pr=create_pr,
-        )
+            message=commit_message,
+        ).commit
 
 
 def _bound(loaded: LoadedModel, max_seq_length: int | None) -> None:
