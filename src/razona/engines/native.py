@@ -190,16 +190,17 @@ class _Wave:
     def _draw(self, hidden: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Token ``step`` of ``rows``, from hidden states ``[live rows, h]``, and its log-probs."""
         head, uniform = self.scorer.head, self.uniforms[rows, step]
+        recorder = self.recorder if self.recorder is not None and self.recorder.blocks else None
         raw = head.project(hidden)
         drawn = []
         for tile in (slice(i, i + SAMPLE_TILE) for i in range(0, len(raw), SAMPLE_TILE)):
             found = draw(head.finish(raw[tile], temperature=1.0), uniform[tile], self.sampling)
             drawn.append(found[:2])
-            if self.recorder is not None:  # raw logits are not needed any more
+            if recorder is not None:  # raw logits are not needed any more
                 raw[tile] = head.derivatives(raw[tile], *found, temperature=self.sampling.temperature)
-        if self.recorder is not None:
-            self.recorder.step(rows, step)
-            self.recorder.put_derivatives(raw)
+        if recorder is not None:
+            recorder.step(rows, step)
+            recorder.put_derivatives(raw)
         return torch.cat([token for token, _ in drawn]), torch.cat([logprob for _, logprob in drawn])
 
     def _prefill(self) -> Tensor:
