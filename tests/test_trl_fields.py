@@ -280,7 +280,7 @@ TRAINS: dict[str, tuple[dict[str, Any], Any]] = {
     "beta": ({}, 1.0),
     "use_bias_correction_kl": ({"beta": 1.0}, False),
     "num_iterations": ({}, 2),
-    "epsilon": ({"num_iterations": 2, "learning_rate": 1e-2}, 0.01),
+    "epsilon": ({"num_iterations": 2, "learning_rate": 1e-3}, 0.01),
     "epsilon_high": ({"num_iterations": 2, "learning_rate": 1e-3}, 0.01),
     "delta": ({"steps_per_generation": 2, "learning_rate": 1e-2}, 1.01),
     "importance_sampling_level": ({"num_iterations": 2, "loss_type": "grpo", "epsilon": 0.01}, "sequence"),
