@@ -33,7 +33,7 @@ lint: install
 bench: install
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/pip install -q torch==2.13.0
-	.venv-bench/bin/pip install -q -c benchmarks/trl-constraints.txt trl==1.16.0
+	.venv-bench/bin/pip install -q -c benchmarks/trl-constraints.txt trl==1.16.0 peft==0.21.2
 	$(BIN)/python benchmarks/grpo_step.py --trl-python .venv-bench/bin/python $(ARGS)
 
 wheel: install
