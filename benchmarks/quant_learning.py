@@ -2,9 +2,9 @@
 
     python benchmarks/quant_learning.py --seeds 0
 
-All of it trains one adapter on the bundled model in 4 bits. Judged on the demo's held-out sums, at temperature
-1: the base, the adapter after the cold start, the adapter after GRPO. The last line of stdout is one JSON
-object.
+All of it trains one adapter on the bundled model in 4 bits. Judged on the demo's held-out sums, at
+temperature 1: the base, the adapter after the cold start, the adapter after GRPO. The last line of stdout is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from refill import demonstrations
+
 from razona.config import (
     DataConfig,
     EvalConfig,
@@ -28,7 +30,7 @@ from razona.config import (
     RunConfig,
 )
 from razona.console import Console
-from razona.data import PromptSource, build_demonstrations, load_rows
+from razona.data import load_rows
 from razona.evaluate import Evaluator
 from razona.models import LoadedModel
 from razona.policy import Policy
@@ -59,14 +61,7 @@ def measure(seed: int, options: argparse.Namespace, folder: Path) -> dict[str, A
     loaded = load_model(FOUR_BITS, console, lora=LoRAConfig(r=16), seed=seed)
     policy = make_policy(loaded, FOUR_BITS, OptimizerConfig(learning_rate=1e-3), total_updates=1)
     found: dict[str, Any] = {"seed": seed, "base": judge(policy, loaded, rows, seed, console)}
-    shown = build_demonstrations(
-        load_rows(addition.rows(demonstrated, demonstrated=True)),
-        loaded.tokenizer,
-        DataConfig(),
-        max_length=512,
-        stop_token_ids=loaded.stop_token_ids,
-    )
-    source = PromptSource(shown.demonstrations, seed=seed)
+    source = demonstrations(loaded, demonstrated, seed)
     for _ in range(options.cold_start_steps):
         sft.update(policy, source.take(8), budget=0)
     found["cold_start"] = judge(policy, loaded, rows, seed, console)

@@ -28,7 +28,7 @@ from razona.config import (
 )
 from razona.console import Console
 from razona.data import PromptSource, build_demonstrations, load_rows
-from razona.models import save
+from razona.models import LoadedModel, save
 from razona.setup import load_model, make_policy
 from razona.tasks import addition
 from razona.train import grpo, sft
@@ -38,19 +38,24 @@ POINTS = 5  # of the learning curve
 HELD_OUT = 200
 
 
-def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, list[Any], list[Any]]:
-    """A model after 16 SFT steps, rows to train on, held-out rows: as `razona demo` makes them."""
-    demonstrated, held_out, practice = addition.split(seed, demonstrations=32, held_out=HELD_OUT)
-    loaded = load_model(ModelConfig(), console)
-    policy = make_policy(loaded, ModelConfig(), OptimizerConfig(learning_rate=5e-5), total_updates=1)
+def demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]], seed: int) -> PromptSource[Any]:
+    """Sums with their worked answers, for SFT."""
     shown = build_demonstrations(
-        load_rows(addition.rows(demonstrated, demonstrated=True)),
+        load_rows(addition.rows(pairs, demonstrated=True)),
         loaded.tokenizer,
         DataConfig(),
         max_length=512,
         stop_token_ids=loaded.stop_token_ids,
     )
-    source = PromptSource(shown.demonstrations, seed=seed)
+    return PromptSource(shown.demonstrations, seed=seed)
+
+
+def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, list[Any], list[Any]]:
+    """A model after 16 SFT steps, rows to train on, held-out rows: as `razona demo` makes them."""
+    demonstrated, held_out, practice = addition.split(seed, demonstrations=32, held_out=HELD_OUT)
+    loaded = load_model(ModelConfig(), console)
+    policy = make_policy(loaded, ModelConfig(), OptimizerConfig(learning_rate=5e-5), total_updates=1)
+    source = demonstrations(loaded, demonstrated, seed)
     for _ in range(16):
         sft.update(policy, source.take(8), budget=0)
     return (

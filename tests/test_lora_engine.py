@@ -109,6 +109,16 @@ def test_wide_layers_and_the_last_row_alone(packed: bool, monkeypatch: pytest.Mo
     assert exact_share(policy, groups) == (1.0, 9)
 
 
+def test_joined_layers_with_scalings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PACK_FROM", 1)
+    policy = policy_of(adapted())
+    for layer in policy.model.model.layers:
+        layer.self_attn.k_proj.forward.scaling = 1.7
+        layer.mlp.up_proj.forward.scaling = 0.3
+    groups = sample(policy, prompts_of(5, 70), Sampling(group_size=8, max_completion_length=40))
+    assert exact_share(policy, groups)[0] == 1.0
+
+
 def test_after_updates_too() -> None:
     check_after_updates(policy_of(adapted(trained=False)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from razona.batch import Span
 from razona.models import head as heads
-from razona.models.flat import AttentionOptions, FlatLayout, _parts, _TreeAttention
+from razona.models.flat import AttentionOptions, FlatLayout, _TreeAttention
 from razona.models.head import Head
 from razona.models.lean import _RMSNorm
 from razona.models.llama import _Embedding
@@ -85,8 +86,8 @@ def norm_case() -> tuple[list[Tensor], Callable[..., Tensor]]:
 
 
 def attention_case() -> tuple[list[Tensor], Callable[..., Tensor]]:
-    layout = FlatLayout.__new__(FlatLayout)
-    layout.parts, layout.sink, layout._masks = _parts(Span(0, 3, (4, 2), 0), exact=False), None, {}
+    row: Any = SimpleNamespace(spans=[Span(0, 3, (4, 2), 0)])
+    layout = FlatLayout(row, exact=False)
     options = AttentionOptions(None, None, None)
     inputs = [torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)]
     return inputs, lambda q, k, v: _TreeAttention.apply(q, k, v, layout, options)

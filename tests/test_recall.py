@@ -36,7 +36,7 @@ def make_policy(arch: str = "llama", *, precision: str = "fp32", lora: LoRAConfi
         model = attach(model, lora, base="tiny", seed=0)
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_" in name:
                 torch.nn.init.normal_(parameter, 0.0, 0.05)
     return Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig(), precision=precision)
 
@@ -103,7 +103,11 @@ def test_the_language_model_of_a_multimodal_checkpoint() -> None:
     assert furthest(gradients, expected[1]) < 1e-5
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj", "down_proj")], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "targets",
+    [(), ("q_proj", "v_proj", "down_proj"), ("embed_tokens", "k_proj")],
+    ids=["all", "some", "embedding"],
+)
 def test_gradients_of_an_adapter(targets: tuple[str, ...]) -> None:
     policy = make_policy("qwen3", lora=LoRAConfig(r=4, target_modules=targets))
     batch = collate(sampled(policy, 5, 70))

@@ -299,8 +299,8 @@ def _attention_backward(
     fp32.
 
     With P the probabilities and dP = grad V^T: dV = P^T grad, dS = P (dP - mean), dQ = dS K, dK = dS^T Q,
-    where ``mean`` ``[B, t, H, 1]`` is sum(dP P), which equals sum(grad out) (FlashAttention, section 3 of
-    its appendix B). Query heads that share a key/value head are rows of one matrix.
+    where ``mean`` ``[B, t, H, 1]`` is sum(dP P), which equals sum(grad out) (FlashAttention, arXiv
+    2205.14135, appendix B). Query heads that share a key/value head are rows of one matrix.
     """
     batch, t, heads, dim = q.shape
     kv_heads, repeats = k.shape[2], heads // k.shape[2]

@@ -161,13 +161,19 @@ def replay(
     """`forward`'s result with gradient, without running it: ``layers`` bring what each layer kept and its
     output ``[N, h]``."""
     base = model.base_model
-    x: Tensor = _Embedding.apply(base.embed_tokens.weight, tokens, base.embed_tokens)  # type: ignore[no-untyped-call]
+    x = _embedded(base.embed_tokens, tokens)
     rotary = Rotary.of(base, x, positions)
     for layer, (source, out) in zip(base.layers, layers, strict=True):
         trained = [p for p in layer.parameters() if p.requires_grad]
         x = _Layer.apply(x, out, source, layer, rotary, layout, *trained)  # type: ignore[no-untyped-call]
     result: Tensor = base.norm(x)
     return result
+
+
+def _embedded(module: nn.Module, tokens: Tensor) -> Tensor:
+    if type(module) is nn.Embedding:
+        return _Embedding.apply(module.weight, tokens, module)  # type: ignore[no-any-return, no-untyped-call]
+    return module(tokens)  # type: ignore[no-any-return]  # with a LoRA on it, say
 
 
 class _Embedding(torch.autograd.Function):
