@@ -24,8 +24,8 @@ from razona.config import LoRAConfig
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.models import attach
-from razona.models.lora import LoraForward
-from razona.models.packed import GATE_UP, QKV, packed_linears
+from razona.models.linear import GATE_UP, QKV, LoraForward
+from razona.models.packed import packed_linears
 from razona.policy import Policy
 from razona.testing import check_engine
 from razona.types import Sampling

@@ -27,7 +27,7 @@ from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.errors import CheckpointError, ConfigError, ModelError
 from razona.models import LoadedModel, attach, hand_in, load, save
-from razona.models.lora import LoraForward
+from razona.models.linear import LoraForward
 from razona.models.multimodal import language_model, towers
 from razona.models.packed import packed_linears
 from razona.models.quant import NF4, dequantized, quantized_layers
@@ -115,7 +115,7 @@ def test_a_thousand_tokens(packed: bool, tmp_path: Path, monkeypatch: pytest.Mon
     for first in (0, 100):
         sampling = Sampling(group_size=12, max_completion_length=40)
         groups = sample(policy, prompts, sampling, stops=stops, first=first)
-        assert len({len(c.token_ids) for c in completions_of(groups)}) > 8
+        assert len({len(c.token_ids) for c in completions_of(groups)}) > 4
         share, count = exact_share(policy, groups, budget=300)
         assert (share, count > 400) == (1.0, True), f"{share} of {count}"
         learn(policy, rollout())

@@ -108,7 +108,12 @@ def test_the_language_model_of_a_multimodal_checkpoint() -> None:
     [(), ("q_proj", "v_proj", "down_proj"), ("embed_tokens", "k_proj")],
     ids=["all", "some", "embedding"],
 )
-def test_gradients_of_an_adapter(targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("chunk", [256, 50, 3])
+def test_gradients_of_an_adapter(
+    targets: tuple[str, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's derivatives go through its frozen weight so many rows at a time, or a step's."""
+    monkeypatch.setattr(recall, "CHUNK", chunk)
     policy = make_policy("qwen3", lora=LoRAConfig(r=4, target_modules=targets))
     batch = collate(sampled(policy, 5, 70))
     gradients = trained(policy, batch)[1]
@@ -210,11 +215,14 @@ def test_what_is_not_kept(options: dict[str, Any]) -> None:
     assert all(group.trace is None for group in sampled(make_policy(), 5, 30, **options))
 
 
-def test_groups_beyond_the_memory_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)], ids=["full", "LoRA"])
+def test_groups_beyond_the_memory_are_computed(
+    lora: LoRAConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Completions that turn out longer than the memory is are given up, the last block first."""
-    policy = make_policy()
+    policy = make_policy(lora=lora)
     monkeypatch.setattr(recall, "CPU_TOKENS", 300)  # a block for each group
-    token = recall._Shape.of(policy.model, policy.scorer.head.projection.weight).token_bytes  # type: ignore[union-attr]
+    token = recall._Shape.of(policy.model, policy.scorer.head).token_bytes  # type: ignore[union-attr]
     whole = sampled(policy, 5, 70, 23)
     needs = [sum(len(c.token_ids) for c in group.completions) for group in whole]
     monkeypatch.setattr(recall, "RECALL_BYTES", token * (needs[0] + needs[1] + 90))

@@ -34,8 +34,8 @@ from razona.models.recall import Recorder
 from razona.models.scorer import FlatScorer
 from razona.types import Completion, Group, Prompt, Sampling
 
-PACK_FROM = 32  # decode steps from which on blocking the weights first is worth its time
-SAMPLE_TILE = 16  # rows whose logits are worked on at a time, to stay in the processor's cache
+PACK_FROM = 8  # decode steps from which on blocking the weights first is worth its time
+SAMPLE_TILE = 8  # rows whose logits are worked on at a time, to stay in the processor's cache
 KV_BYTES = 2**29  # keys and values held at once; more rows than fit are sampled in waves
 
 
@@ -161,13 +161,12 @@ class _Wave:
 
     def run(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids and log-probs of every row."""
-        hidden = self._prefill()
         in_bf16 = self.scorer.head.projection.weight.dtype == torch.bfloat16  # so are 4-bit layers then
         worth_packing = in_bf16 and self.sampling.max_completion_length >= PACK_FROM
         rows, join = len(self.owners), self.scorer.lean
         used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
         with packed_linears(used, rows, join=join) if worth_packing else nullcontext():
-            self._decode_all(hidden)
+            self._decode_all(self._prefill())
         lengths = self.lengths.masked_fill(self.lengths == 0, self.sampling.max_completion_length).tolist()
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
         return (

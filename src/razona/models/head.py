@@ -22,7 +22,8 @@ KEPT_BYTES = 128 * 2**20  # derivatives of the logits kept from the forward pass
 
 
 class Known(Protocol):
-    """Log-probs ``[S]`` that somebody has computed, and their derivatives ``[S, V]``."""
+    """Log-probs ``[S]`` that somebody has computed, and their derivatives: with respect to raw logits ``[S,
+    V]``, or of a frozen head to its input ``[S, h]``."""
 
     logprobs: Tensor
 
@@ -45,6 +46,11 @@ class Head:
         scale = (getattr(config, "logit_scale", None) or 1.0) / divisor  # Cohere
         softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         return cls(model.get_output_embeddings(), softcap=softcap, scale=scale)
+
+    @property
+    def is_frozen(self) -> bool:
+        parameters = self.projection.weight, self.projection.bias
+        return not any(p is not None and p.requires_grad for p in parameters)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits ``[S, V]`` of a few rows, for sampling; at temperature 1."""
@@ -126,6 +132,7 @@ class _Logprobs(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
+        ctx.of_input = known is not None and head.is_frozen  # what is kept
         if known is not None:
             ctx.kept = known.derivatives()
             return known.logprobs.clone()
@@ -153,6 +160,10 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, _, target = ctx.saved_tensors
         count = target.numel()
         grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
+        if ctx.of_input and ctx.kept is not None:
+            torch.mul(ctx.kept, grad[:, None], out=grad_hidden)
+            ctx.kept = None
+            return grad_hidden, *[None] * 7
         total = gradient_sum(ctx.head.projection.weight) if ctx.needs_input_grad[1] else None
         for rows in [slice(0, count)] if ctx.kept is not None else _chunks(count):
             d = ctx.kept

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from razona.batch import needed
 from razona.models.flat import AttentionOptions, FlatLayout, tree_attention_backward
-from razona.models.lora import LoraForward
+from razona.models.linear import GATE_UP, QKV, Together, joined, linear_of
 from razona.models.master import gradient_sum
-from razona.models.packed import GATE_UP, QKV, Linear, joined, linear_of
 
 LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -233,18 +233,19 @@ def _layer_backward(
     gate = gate.detach().requires_grad_()
     with torch.enable_grad():
         active = mlp.act_fn(gate)
-    grad_inner = gradients.linear([mlp.down_proj], active.detach() * up, grad)
+    grad_inner = gradients.linear(_together(mlp, "down_proj"), active.detach() * up, grad)
     grad_gate_up = torch.empty_like(kept.gate_up)
     grad_gate, grad_up = grad_gate_up.chunk(2, -1)
     torch.mul(grad_inner, active.detach(), out=grad_up)
     grad_gate.copy_(torch.autograd.grad(active, gate, grad_inner.mul_(up))[0])
     del gate, active, grad_inner
     normed, norm_backward = gradients.norm(kept.middle, layer.post_attention_layernorm)
-    grad = grad + norm_backward(gradients.linear([mlp.gate_proj, mlp.up_proj], normed, grad_gate_up))
+    grad = grad + norm_backward(gradients.linear(_together(mlp, *GATE_UP), normed, grad_gate_up))
     # Attention, and around it.
-    grad_attended = gradients.linear([attn.o_proj], kept.attended, grad)
+    grad_attended = gradients.linear(_together(attn, "o_proj"), kept.attended, grad)
     normed, norm_backward = gradients.norm(kept.x, layer.input_layernorm)
-    qkv = joined(attn, QKV, normed)
+    layers = _together(attn, *QKV)
+    qkv = layers(normed)
     q, kv = _heads(attn, qkv, rotary)
     k, v = kv.chunk(2, 1)
     grad_q, grad_k, grad_v = tree_attention_backward(
@@ -256,7 +257,7 @@ def _layer_backward(
         grad_q = gradients.norm(q, attn.q_norm)[1](grad_q)
         grad_k = gradients.norm(k, attn.k_norm)[1](grad_k)
     grad_qkv = torch.cat([grad_q, grad_k, grad_v], 1).flatten(1)
-    return grad + norm_backward(gradients.linear([getattr(attn, name) for name in QKV], normed, grad_qkv))
+    return grad + norm_backward(gradients.linear(layers, normed, grad_qkv))
 
 
 class _Gradients:
@@ -268,46 +269,9 @@ class _Gradients:
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         return self.found.get(id(parameter))
 
-    def linear(self, modules: Sequence[nn.Module], x: Tensor, grad: Tensor) -> Tensor:
-        """Of layers that read the same ``x`` ``[N, in]`` and whose outputs lie side by side, from ``grad``
-        ``[N, out]``: returns that of ``x``."""
-        layers = [_known(module) for module in modules]
-        weights = [layer.weight(grad.dtype) for layer in layers]
-        sizes = [len(weight) for weight in weights]
-        grad_x = grad @ (weights[0] if len(weights) == 1 else torch.cat(weights))
-        if all(weight.requires_grad for weight in weights):
-            for weight, own in zip(weights, (grad.t() @ x).split(sizes), strict=True):
-                self.found[id(weight)] = own
-        for layer, own in zip(layers, grad.split(sizes, -1), strict=True):
-            weight, bias = layer.linear.weight, layer.linear.bias
-            if weight.requires_grad and id(weight) not in self.found:  # its neighbours are frozen
-                self.found[id(weight)] = own.t() @ x
-            if bias is not None and bias.requires_grad:
-                self.found[id(bias)] = own.sum(0)
-        loras = [
-            (layer.lora, own) for layer, own in zip(layers, grad.split(sizes, -1), strict=True) if layer.lora
-        ]
-        if loras:
-            grad_x += self._adapters(loras, x)
-        return grad_x
-
-    def _adapters(self, loras: Sequence[tuple[LoraForward, Tensor]], x: Tensor) -> Tensor:
-        """Of LoRAs that read the same ``x``, each with the gradient ``[N, out]`` of what it adds, which is
-        B (A x) times its scaling: returns that of ``x``."""
-        together = torch.cat([lora.a.weight for lora, _ in loras])
-        ranks = [len(lora.a.weight) for lora, _ in loras]
-        x = x.to(together.dtype)
-        inner = []
-        for (lora, grad), low in zip(loras, (x @ together.t()).split(ranks, 1), strict=True):
-            grad, b = grad.to(x.dtype), lora.b.weight
-            inner.append(grad @ b * lora.scaling)
-            if b.requires_grad:
-                self.found[id(b)] = grad.t() @ (low * lora.scaling)
-        grad_low = torch.cat(inner, 1)
-        for (lora, _), own in zip(loras, (grad_low.t() @ x).split(ranks), strict=True):
-            if lora.a.weight.requires_grad:
-                self.found[id(lora.a.weight)] = own
-        return grad_low @ together
+    def linear(self, layers: Together, x: Tensor, grad: Tensor) -> Tensor:
+        """Of ``x`` ``[N, in]``, from ``grad`` ``[N, out]``."""
+        return layers.backward(x, grad, self.found)
 
     def norm(self, x: Tensor, module: nn.Module) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Its output, and the function from the output's gradient to that of ``x``."""
@@ -330,7 +294,6 @@ class _Gradients:
         return result.detach(), backward
 
 
-def _known(module: nn.Module) -> Linear:
-    layer = linear_of(module)
-    assert layer is not None  # `can_replay`
-    return layer
+def _together(module: nn.Module, *names: str) -> Together:
+    layers = [needed(linear_of(getattr(module, name))) for name in names]  # `can_replay`
+    return Together(layers, torch.bfloat16)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -31,9 +29,6 @@ from razona.models.save import replacing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FOUND_BY = "--model BASE --lora.adapter FOLDER"
-WIDE = 64
-"""Of matrices that are narrower, the CPU's bf16 kernels sum in an order that depends on the number of rows:
-one in 100,000 values then has another last bit in the sampler than in the trainer."""
 
 
 class Adapter:
@@ -216,54 +211,3 @@ def load_adapter(model: Any, folder: Path) -> Any:
             f"only one of the two. Give its own base model: {FOUND_BY}."
         )
     return wrapped
-
-
-class LoraForward:
-    """The forward pass of a plain LoRA layer: peft's arithmetic without its checks around it."""
-
-    def __init__(self, layer: Any, adapter: str) -> None:
-        self.layer = layer
-        self.a, self.b = layer.lora_A[adapter], layer.lora_B[adapter]
-        self.scaling: float = layer.scaling[adapter]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self.is_on:
-            return type(self.layer).forward(self.layer, x)  # type: ignore[no-any-return]
-        out: Tensor = self.layer.base_layer(x)
-        return (out + self.addition(x)).to(out.dtype)
-
-    def addition(self, x: Tensor) -> Tensor:
-        """What the adapter adds to the base layer's output."""
-        a, b = self.weights()
-        return self.product(F.linear(x.to(a.dtype), a), b)
-
-    @property
-    def is_on(self) -> bool:
-        """Not switched off, and not merged into the base."""
-        return not (self.layer.disable_adapters or self.layer.merged)
-
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """A ``[r, in]`` and B ``[out, r]``; in bf16 on a CPU with zeros around them, up to `WIDE`."""
-        a, b = self.a.weight, self.b.weight
-        if a.device.type != "cpu" or a.dtype != torch.bfloat16:
-            return a, b
-        more = -len(a) % WIDE
-        return F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more, 0, max(0, WIDE - len(b))))
-
-    def product(self, low: Tensor, b: Tensor) -> Tensor:
-        """`addition` from ``low``, the product with A."""
-        return F.linear(low, b)[..., : len(self.b.weight)] * self.scaling
-
-
-def lighten_adapters(model: nn.Module) -> None:
-    """Gives every plain LoRA layer with one active adapter the forward pass of `LoraForward`; others (DoRA,
-    embeddings, 8-bit bases) keep peft's."""
-    full, quantized = (sys.modules.get(f"peft.tuners.lora.{name}") for name in ("layer", "bnb"))
-    kinds = {getattr(full, "Linear", None), getattr(quantized, "Linear4bit", None)}
-    found: list[Any] = [module for module in model.modules() if type(module) in kinds]
-    for module in found:
-        if len(module.active_adapters) == 1:
-            (name,) = module.active_adapters
-            plain = name in module.lora_A and name not in module.lora_variant
-            if plain and module.lora_B[name].bias is None:
-                module.__dict__["forward"] = LoraForward(module, name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from razona.batch import CPU_TOKENS, Batch, needed
+from razona.models.head import CHUNK, Head
 from razona.models.llama import Kept, can_replay
 from razona.types import Prompt, Sampling
 
@@ -59,7 +60,7 @@ class Recall:
         self.blocks.clear()
 
     def recorder(
-        self, model: Any, head: Any, prompts: Sequence[Prompt], counts: Sequence[int], sampling: Sampling
+        self, model: Any, head: Head, prompts: Sequence[Prompt], counts: Sequence[int], sampling: Sampling
     ) -> Recorder | None:
         """For one wave of an engine: prompt p with ``counts[p]`` completions. None when nothing is to be
         kept: not wanted, no memory left, log-probs that are not those of the whole distribution."""
@@ -68,7 +69,7 @@ class Recall:
             if not self.is_on:  # an evaluation, say: it can use the memory
                 self.spare.clear()
             return None
-        shape = _Shape.of(model, head.projection.weight)
+        shape = _Shape.of(model, head)
         room = RESERVED * self.left // shape.token_bytes
         blocks: list[_Block] = []
         for prompt, count in zip(prompts, counts, strict=True):
@@ -88,7 +89,7 @@ class Recall:
                 if fitting:
                     self.spare.remove(fitting[0])
         self.blocks += blocks
-        return Recorder(self, blocks)
+        return Recorder(self, blocks, head)
 
     def of(self, batch: Batch, *, temperature: float) -> Recalled | None:
         """What was kept of all tokens of ``batch``, for its one training pass; None if that is not there."""
@@ -115,19 +116,20 @@ class _Shape:
     widths: tuple[int, ...]  # of `Kept`
     layers: int
     hidden: int
-    vocabulary: int
+    derivatives: int  # numbers a log-prob's derivative has, see `Head.is_frozen`
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: Any, head: Tensor) -> _Shape:
+    def of(cls, model: Any, head: Head) -> _Shape:
         config, attn = model.config, model.base_model.layers[0].self_attn
         heads, hidden = config.num_attention_heads * attn.head_dim, config.hidden_size
-        widths = (hidden, heads, hidden, 2 * config.intermediate_size)
-        return cls(widths, config.num_hidden_layers, hidden, len(head), head.dtype)
+        widths, weight = (hidden, heads, hidden, 2 * config.intermediate_size), head.projection.weight
+        derivatives = hidden if head.is_frozen else len(weight)
+        return cls(widths, config.num_hidden_layers, hidden, derivatives, weight.dtype)
 
     @property
     def token_bytes(self) -> int:
-        return (self.layers * sum(self.widths) + self.hidden + self.vocabulary) * self.dtype.itemsize
+        return (self.layers * sum(self.widths) + self.hidden + self.derivatives) * self.dtype.itemsize
 
 
 @dataclass(eq=False)
@@ -170,7 +172,7 @@ class _Memory:
         self.tokens, self.bytes = tokens, tokens * shape.token_bytes
         self.layers = [room(sum(shape.widths)) for _ in range(shape.layers)]
         self.last = room(shape.hidden)
-        self.derivatives = room(shape.vocabulary)
+        self.derivatives = room(shape.derivatives)
 
 
 class _Block:
@@ -196,8 +198,9 @@ class _Block:
 class Recorder:
     """Keeps what a wave computes. `prompts` and `step` say what the next pass is over."""
 
-    def __init__(self, recall: Recall, blocks: Sequence[_Block]) -> None:
+    def __init__(self, recall: Recall, blocks: Sequence[_Block], head: Head) -> None:
         self.recall, self.blocks = recall, list(blocks)
+        self.waiting = _Waiting(head) if head.is_frozen else None
         self.traces = [trace for block in blocks for trace in block.traces]
         self.used = [sum(trace.prompt_length for trace in block.traces) for block in blocks]  # tokens
         rows = [(i, t.first(m)) for i, b in enumerate(blocks) for t in b.traces for m in range(t.count)]
@@ -245,12 +248,17 @@ class Recorder:
 
     def put_derivatives(self, derivatives: Tensor) -> None:
         """Of the log-probs of the tokens drawn, with respect to the raw logits ``[n, V]``."""
+        if self.waiting is not None:
+            self.waiting.add(self.places, derivatives)
+            return
         for place in self.places:
             place.put(needed(place.block.memory).derivatives, derivatives)
 
     def close(self, lengths: Sequence[int]) -> list[Trace]:
         """The wave's rows have ended with ``lengths`` tokens. Returns the traces of its first prompts; the
         others have none."""
+        if self.waiting is not None:
+            self.waiting.multiply()
         ends = self.first_of + torch.tensor(lengths[: len(self.first_of)]) - 1
         for index, block in enumerate(self.blocks):  # the last tokens were never fed: nobody sees them
             own, memory = ends[self.block_of == index], needed(block.memory)
@@ -271,6 +279,42 @@ class _Places:
 
     def put(self, memory: Tensor, values: Tensor) -> None:
         memory.index_copy_(0, self.at, values[self.own])
+
+    def moved(self, by: int) -> _Places:
+        """The same places of rows that lie ``by`` farther on."""
+        own = self.own
+        own = slice(own.start + by, own.stop + by) if isinstance(own, slice) else own + by
+        return replace(self, own=own)
+
+
+class _Waiting:
+    """Derivatives of log-probs with respect to raw logits ``[n, V]``, on their way to those with respect to
+    the last hidden states ``[n, h]``: a frozen head's weight is all that lies between, and multiplies many
+    rows at a time."""
+
+    def __init__(self, head: Head) -> None:
+        self.weight = head.projection.weight
+        self.rows = self.weight.new_empty(0, len(self.weight))
+        self.count = 0
+        self.places: list[_Places] = []
+
+    def add(self, places: Sequence[_Places], derivatives: Tensor) -> None:
+        new = len(derivatives)
+        if self.count + new > len(self.rows):
+            self.multiply()
+        if new > len(self.rows):
+            self.rows = self.weight.new_empty(max(CHUNK, new), len(self.weight))
+        self.rows[self.count : self.count + new] = derivatives
+        self.places += [place.moved(self.count) for place in places]
+        self.count += new
+
+    def multiply(self) -> None:
+        if self.places:
+            products = self.rows[: self.count] @ self.weight
+            for place in self.places:
+                if place.block.memory is not None:  # not given up meanwhile
+                    place.put(place.block.memory.derivatives, products)
+        self.count, self.places = 0, []
 
 
 class Recalled:
@@ -309,7 +353,7 @@ class Recalled:
         return self._gather([m.layers[index] for m in self.memories], self.tokens)
 
     def derivatives(self) -> Tensor:
-        """``[S, V]`` of the scored tokens' log-probs with respect to raw logits."""
+        """Of the scored tokens' log-probs, see `razona.models.head.Known`."""
         return self._gather([m.derivatives for m in self.memories], self.scored)
 
     def _gather(self, memory: Sequence[Tensor], places: Sequence[Tensor | slice]) -> Tensor:

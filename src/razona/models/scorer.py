@@ -20,7 +20,7 @@ from razona.models import llama
 from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
 from razona.models.lean import lighten
-from razona.models.lora import lighten_adapters
+from razona.models.linear import lighten_adapters
 from razona.models.multimodal import language_model
 from razona.models.quant import made_ready
 from razona.models.recall import Recall, Recorder
