@@ -1,11 +1,11 @@
-"""Does dynamic sampling pay? The same run with and without it, for the same number of generated completions.
+"""Does dynamic sampling pay? The same run with and without it, for the same number of generated tokens.
 
     python benchmarks/refill.py --seeds 0 1 2
 
-The task is the demo's: after a cold start on sums that do not carry, the groups of four completions are
-mostly all right or all wrong. Each seed trains twice from one cold start: with refill for ``--steps`` steps,
-and without for as many steps as generate as many completions. Both are judged on the same held-out sums, at
-temperature 1. The last line of stdout is one JSON object.
+The task is the demo's, from a shorter cold start: SFT goes on until about 60 % of the groups of four
+completions are dead, which is measured on 64 prompts. Each seed then trains twice from there: with refill for
+``--steps`` steps, and without it until as many tokens are generated. Both are judged on the same held-out
+sums, at temperature 1. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ from razona.config import (
     RunConfig,
 )
 from razona.console import Console
-from razona.data import PromptSource, build_demonstrations, load_rows
+from razona.data import PromptSource, build_demonstrations, build_prompts, load_rows
 from razona.models import LoadedModel, save
-from razona.setup import load_model, make_policy
+from razona.policy import Policy
+from razona.rewards.library import exact_answer
+from razona.setup import load_model, make_engine, make_policy
 from razona.tasks import addition
 from razona.train import grpo, sft
-from razona.types import Sampling
+from razona.types import Engine, Sampling
 
-POINTS = 5  # of the learning curve
+DEAD = 0.62  # share of dead groups at which the cold start ends
+PROBED = 64  # prompts it is measured on
+GROUP = 4
+SAMPLING = Sampling(group_size=GROUP, max_completion_length=48)
+EVAL_EVERY = 5
 HELD_OUT = 200
 
 
@@ -50,46 +56,76 @@ def demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]], seed: int)
     return PromptSource(shown.demonstrations, seed=seed)
 
 
-def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, list[Any], list[Any]]:
-    """A model after 16 SFT steps, rows to train on, held-out rows: as `razona demo` makes them."""
+def dead_share(policy: Policy, engine: Engine, rows: list[dict[str, Any]], seed: int) -> float:
+    """Of the first `PROBED` prompts, those whose completions are all right or all wrong."""
+    probed = rows[:PROBED]
+    prompts = build_prompts(load_rows(probed), policy.tokenizer, DataConfig()).prompts
+    engine.load_weights(policy, version=0)
+    seeds = [[seed * 10**6 + p * GROUP + g for g in range(GROUP)] for p in range(len(prompts))]
+    dead, judge = 0, exact_answer()
+    for group, row in zip(engine.generate(prompts, SAMPLING, seeds=seeds), probed, strict=True):
+        texts = [[{"role": "assistant", "content": c.text}] for c in group.completions]
+        dead += len({*judge(completions=texts, answer=[row["answer"]] * GROUP)}) == 1
+    return dead / len(prompts)
+
+
+def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, Any, Any, dict[str, float]]:
+    """A model whose groups are dead about as often as `DEAD` says, rows to train on, held-out rows, and how
+    often they are."""
     demonstrated, held_out, practice = addition.split(seed, demonstrations=32, held_out=HELD_OUT)
     loaded = load_model(ModelConfig(), console)
     policy = make_policy(loaded, ModelConfig(), OptimizerConfig(learning_rate=5e-5), total_updates=1)
-    source = demonstrations(loaded, demonstrated, seed)
-    for _ in range(16):
-        sft.update(policy, source.take(8), budget=0)
-    return (
-        save(policy.model, policy.tokenizer, folder),
-        addition.rows(practice),
-        addition.rows(held_out),
-    )
+    engine = make_engine(policy, loaded, console)
+    source, rows = demonstrations(loaded, demonstrated, seed), addition.rows(practice)
+    steps, dead = 0, 1.0
+    while dead > DEAD and steps < 60:
+        for _ in range(2):
+            sft.update(policy, source.take(8), budget=0)
+        steps += 2
+        if steps >= 10:
+            dead = dead_share(policy, engine, rows, seed)
+    start = save(policy.model, policy.tokenizer, folder)
+    return start, rows, addition.rows(held_out), {"dead_at_start": dead, "sft_steps": steps}
 
 
-def curve(out: Path, prompts_per_step: int) -> list[tuple[int, float]]:
-    """(completions generated so far in groups of 4, held-out accuracy) at every evaluation."""
-    points, generated = [], 0
-    for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        step = json.loads(line)
-        generated += 4 * int(step.get("refill/sampled_groups", prompts_per_step))
-        if "eval/exact_answer" in step:
-            points.append((generated, step["eval/exact_answer"]))
-    return points
+def tokens_of(step: dict[str, float]) -> int:
+    """Generated in a step."""
+    return round(step.get("refill/sampled_tokens", step["completion_length"] * 8 * GROUP))
 
 
-def train(start: Path, out: Path, rows: Any, held_out: Any, *, mode: Any, steps: int, seed: int) -> Any:
+def train(
+    start: Path, out: Path, rows: Any, held_out: Any, *, mode: Any, steps: int, tokens: int, seed: int
+) -> list[dict[str, float]]:
+    """The metrics of ``steps`` steps, or of as many as generate ``tokens`` tokens."""
     config = GRPOConfig(
         model=ModelConfig(name=str(start)),
         rewards=("exact_answer",),
-        sampling=Sampling(group_size=4, max_completion_length=48),
+        sampling=SAMPLING,
         objective=ObjectiveConfig(name="dapo", refill=RefillConfig(mode=mode)),
         optimizer=OptimizerConfig(learning_rate=1.5e-5),
-        eval=EvalConfig(every=max(1, steps // POINTS)),
+        eval=EvalConfig(every=EVAL_EVERY),
         run=RunConfig(output_dir=str(out), num_steps=steps, seed=seed, print_every=0, keep_checkpoints=1),
         prompts_per_step=8,
     )
-    grpo.run(config, console=Console(json_mode=True), rows=rows, eval_rows=held_out)
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return curve(out, 8), found
+    generated = 0
+
+    def enough(step: int, metrics: Any, records: Any) -> bool:
+        nonlocal generated
+        generated += tokens_of(metrics)
+        return generated >= tokens
+
+    grpo.run(config, console=Console(json_mode=True), rows=rows, eval_rows=held_out, on_step=enough)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(steps: list[dict[str, float]]) -> list[tuple[int, float]]:
+    """(tokens generated so far, held-out accuracy) at every evaluation."""
+    points, generated = [], 0
+    for step in steps:
+        generated += tokens_of(step)
+        if "eval/exact_answer" in step:
+            points.append((generated, step["eval/exact_answer"]))
+    return points
 
 
 def main() -> None:
@@ -101,27 +137,24 @@ def main() -> None:
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             base = Path(folder)
-            start, rows, held_out = cold_start(seed, base / "start", Console(json_mode=True))
+            start, rows, held_out, how = cold_start(seed, base / "start", Console(json_mode=True))
+            print(f"seed {seed}: {how}", flush=True)
             same = {"rows": rows, "held_out": held_out, "seed": seed}
-            filled, steps = train(start, base / "on", mode="on", steps=options.steps, **same)
-            groups = sum(step["refill/sampled_groups"] for step in steps)
-            plain, without = train(start, base / "off", mode="off", steps=round(groups / 8), **same)
-        dead = without[0]["frac_zero_std"]
-        results.append(
-            {
-                "seed": seed,
-                "dead_at_start": dead,
-                "full_batches": all(step["frac_zero_std"] == 0 for step in steps),
-                "extra_completions": sum(step["refill/extra_completions"] for step in steps),
-                "refill": filled,
-                "without": plain,
-            }
-        )
-        print(
-            f"seed {seed}: {dead:.0%} of the groups dead at the start; after {filled[-1][0]} completions "
-            f"{filled[-1][1]:.1%} with refill, after {plain[-1][0]} {plain[-1][1]:.1%} without",
-            flush=True,
-        )
+            filled = train(start, base / "on", mode="on", steps=options.steps, tokens=10**9, **same)
+            tokens = sum(map(tokens_of, filled))
+            plain = train(start, base / "off", mode="off", steps=10**3, tokens=tokens, **same)
+        found = {
+            "seed": seed,
+            **how,
+            "full_batches": all(step["frac_zero_std"] == 0 for step in filled),
+            "extra_completions": sum(step["refill/extra_completions"] for step in filled),
+            "dead_without": sum(step["frac_zero_std"] for step in plain) / len(plain),
+            "steps": (len(filled), len(plain)),
+            "refill": curve(filled),
+            "without": curve(plain),
+        }
+        results.append(found)
+        print(json.dumps(found), flush=True)
     print(json.dumps({"seeds": results}))
 
 

@@ -65,6 +65,7 @@ def test_golden_dyn_1() -> None:
     assert names(groups) == ["p2", "p4", "p5"] and rewards.shape == (3, 4, 1)
     assert rewards.sum((1, 2)).tolist() == [1, 3, 2]
     assert figures["refill/rounds"] == 2 and figures["refill/sampled_groups"] == 6
+    assert figures["refill/sampled_tokens"] == 6 * 4 * 2
     assert figures["refill/extra_completions"] == 12 and figures["refill/surplus"] == 0
     assert figures["refill/pass_rate/before"] == pytest.approx(14 / 24)
     assert figures["refill/pass_rate/after"] == figures["refill/reward/after"] == 0.5

@@ -59,12 +59,14 @@ class Refill:
         """
         waiting, rounds = len(self.surplus), 0
         sampled: list[Tensor] = []
+        tokens = 0
         while len(self.surplus) < count:
             if rounds == self.options.max_rounds:
                 raise DifficultyError(self._gave_up(torch.cat(sampled), count))
             groups, rewards = sample()
             rounds += 1
             sampled.append(rewards)
+            tokens += sum(len(c.token_ids) for group in groups for c in group.completions)
             counts = self.right(rewards).sum(-1).tolist()
             self.surplus += [
                 (group, own)
@@ -75,6 +77,7 @@ class Refill:
         trained = torch.stack([rewards for _, rewards in batch])
         figures = self._figures(torch.cat(sampled) if sampled else trained[:0], trained)
         figures |= {"refill/rounds": rounds, "refill/waiting": waiting, "refill/surplus": len(self.surplus)}
+        figures["refill/sampled_tokens"] = tokens
         return [group for group, _ in batch], trained, figures
 
     def _figures(self, sampled: Tensor, trained: Tensor) -> dict[str, float]:

@@ -278,9 +278,10 @@ class _Bucket:
 
     def __init__(self, kv_length: int, rows: list[int], device: torch.device) -> None:
         self.kv_length, self.rows, self.device = kv_length, rows, device
-        self.batch = torch.arange(len(rows) + 1, device=device)
         self.caches: dict[int, Tensor] = {}
+        self.heads = 0  # of keys and values together
         self.positions = torch.zeros(0, dtype=torch.long, device=device)  # of the token fed, per live row
+        self.places = self.positions  # of its keys and values ``[B * 2 * KV]``, as a cache lies in memory
         self.masks: dict[int | None, Tensor] = {}  # per sliding window, of the present step
         self.seen = 0  # keys that a row may see at most
 
@@ -290,6 +291,7 @@ class _Bucket:
             self.positions = torch.tensor([span.prompt_length - 1 for span in spans], device=self.device)
             self.seen = max(span.prompt_length for span in spans)
         kv = torch.cat([k, v], 1)
+        self.heads = kv.shape[1]
         self.caches[layer] = kv.new_zeros(len(self.rows), kv.shape[1], self.kv_length, kv.shape[2])
         for row, span in enumerate(spans):
             prompt = kv[span.start : span.start + span.prompt_length]
@@ -297,6 +299,8 @@ class _Bucket:
 
     def advance(self) -> None:
         self.positions = self.positions + 1
+        lines = torch.arange(len(self.rows) * self.heads, device=self.device).view(-1, self.heads)
+        self.places = (lines * self.kv_length + self.positions[:, None]).flatten()
         self.seen += 1
         self.masks.clear()
 
@@ -316,7 +320,7 @@ class _Bucket:
         """q ``[B, H, D]`` and kv ``[B, 2 * KV, D]`` of the token being fed -> ``[B, H, D]``."""
         batch, heads, dim = q.shape
         cache = self.caches[layer]
-        cache[self.batch[:batch], :, self.positions] = kv
+        cache.view(-1, dim).index_copy_(0, self.places, kv.view(-1, dim))
         length = sufficient_length(self.kv_length, self.seen)
         keys, values = cache[:batch, :, :length].chunk(2, 1)
         kv_heads = keys.shape[1]

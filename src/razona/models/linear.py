@@ -81,6 +81,10 @@ class Linear(NamedTuple):
         return weight.t() if isinstance(self.linear, Conv1D) else weight
 
     @property
+    def is_fused(self) -> bool:
+        return self.lora is not None and self.lora.is_fused
+
+    @property
     def parts(self) -> tuple[nn.Module, ...]:
         """The modules it is made of."""
         return (self.linear,) if self.lora is None else (self.linear, self.lora.a, self.lora.b)
@@ -209,7 +213,11 @@ def joined(module: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
     blocked = module.__dict__.get(attribute(names))
     if blocked is not None:
         return blocked(x)  # type: ignore[no-any-return]
-    return torch.cat([getattr(module, name).forward(x) for name in names], -1)
+    parts = [getattr(module, name) for name in names]
+    layers = [layer for layer in map(linear_of, parts) if layer is not None and layer.is_fused]
+    if len(layers) == len(parts) and x.dtype == torch.bfloat16:
+        return Together(layers, x.dtype)(x)
+    return torch.cat([part.forward(x) for part in parts], -1)
 
 
 def attribute(names: tuple[str, ...]) -> str:

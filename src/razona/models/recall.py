@@ -278,7 +278,8 @@ class _Places:
     at: Tensor
 
     def put(self, memory: Tensor, values: Tensor) -> None:
-        memory.index_copy_(0, self.at, values[self.own])
+        everything = len(self.at) == len(values)  # a slice of all would be one more call
+        memory.index_copy_(0, self.at, values if everything else values[self.own])
 
     def moved(self, by: int) -> _Places:
         """The same places of rows that lie ``by`` farther on."""
