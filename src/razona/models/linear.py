@@ -169,14 +169,13 @@ class Together:
 
     def _weights(self, x: Tensor, grad: Tensor, grads: Sequence[Tensor], found: dict[int, Tensor]) -> None:
         """The gradients of W and bias."""
-        weights = [layer.linear.weight for layer in self.layers]
-        if all(weight.requires_grad for weight in weights):
-            products = list((grad.t() @ x).split(self.sizes))
-        else:
-            products = [g.t() @ x if w.requires_grad else g for w, g in zip(weights, grads, strict=True)]
+        products: Sequence[Tensor | None] = [None] * len(grads)
+        if all(layer.linear.weight.requires_grad for layer in self.layers):
+            products = (grad.t() @ x).split(self.sizes)
         for layer, product, own in zip(self.layers, products, grads, strict=True):
             weight, bias = layer.linear.weight, layer.linear.bias
             if weight.requires_grad:
+                product = own.t() @ x if product is None else product
                 found[id(weight)] = product.t() if isinstance(layer.linear, Conv1D) else product
             if bias is not None and bias.requires_grad:
                 found[id(bias)] = own.sum(0)
