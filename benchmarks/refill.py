@@ -87,7 +87,7 @@ def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, Any, An
         if abs(dead - DEAD) < abs(found["dead_at_start"] - DEAD):
             found = {"dead_at_start": dead, "sft_steps": steps}
             save(policy.model, policy.tokenizer, folder)
-        if abs(dead - DEAD) < 0.03:
+        if abs(dead - DEAD) < 0.02:
             break
     return folder, rows, addition.rows(held_out), found
 

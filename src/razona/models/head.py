@@ -49,6 +49,7 @@ class Head:
 
     @property
     def is_frozen(self) -> bool:
+        """Whether neither weight nor bias is trained."""
         parameters = self.projection.weight, self.projection.bias
         return not any(p is not None and p.requires_grad for p in parameters)
 
