@@ -16,6 +16,8 @@ from razona.config import BUNDLED_MODEL, OptimizerConfig
 from razona.engines.native import NativeEngine
 from razona.models import load
 from razona.models.flat import KV_BLOCK, KV_STEP, AttentionOptions, attention, sufficient_length
+from razona.models.lean import lighten
+from razona.models.llama import LLAMA_SHAPED
 from razona.models.resolve import bundled_gguf
 from razona.policy import Policy
 from razona.types import Completion, Group, Prompt, Sampling
@@ -99,6 +101,22 @@ def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPa
     for budget in (10_000, 300, 1):
         share, count = exact_share(policy, groups, budget=budget)
         assert (share, count >= 1000) == (1.0, True), f"{share} of {count} tokens, budget {budget}"
+
+
+@pytest.mark.parametrize("arch", sorted(LLAMA_SHAPED))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norms_have_transformers_bits(arch: str, dtype: torch.dtype) -> None:
+    """Every RMS norm of the models that run by hand is ours, with and without gradient."""
+    model = tiny_model(arch, dtype=dtype, hidden_size=576)
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    lighten(model)
+    assert len(norms) >= 5
+    for norm in norms:
+        x = torch.randn(1000, norm.weight.numel()).mul_(3.0).to(dtype)
+        expected = type(norm).forward(norm, x)
+        assert "forward" in norm.__dict__ and torch.equal(norm(x), expected)
+        with torch.no_grad():
+            assert torch.equal(norm(x), expected) and torch.equal(norm(x[:2]), expected[:2])
 
 
 def test_the_comparison_has_power() -> None:

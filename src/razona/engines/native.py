@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -28,6 +29,7 @@ from razona.models.flat import (
     padded_length,
     sufficient_length,
 )
+from razona.models.llama import Decoder
 from razona.models.multimodal import language_model
 from razona.models.packed import packed_linears
 from razona.models.recall import Recorder
@@ -141,6 +143,7 @@ class _Wave:
     ) -> None:
         self.scorer, self.sampling, self.stops, self.device = scorer, sampling, stops, device
         self.recorder = recorder
+        self.decoder: Decoder | None = None
         self.owners = [index for index, group_seeds in enumerate(seeds) for _ in group_seeds]
         count = len(self.owners)
         flat_seeds = [seed for group_seeds in seeds for seed in group_seeds]
@@ -166,7 +169,9 @@ class _Wave:
         rows, join = len(self.owners), self.scorer.lean
         used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
         with packed_linears(used, rows, join=join) if worth_packing else nullcontext():
+            self.decoder = self.scorer.decoder()  # the blocked layers
             self._decode_all(self._prefill())
+            self.decoder = None
         lengths = self.lengths.masked_fill(self.lengths == 0, self.sampling.max_completion_length).tolist()
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
         return (
@@ -232,7 +237,7 @@ class _Wave:
         layout = FlatLayout(row, exact=self.scorer.exact, sink=sink)
         if self.recorder is not None:
             self.recorder.prompts()
-        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout, self.recorder)
+        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout, self.recorder, self.decoder)
         ends = [
             spans[self.owners[r]].start + spans[self.owners[r]].prompt_length - 1
             for b in self.buckets
@@ -250,7 +255,7 @@ class _Wave:
             self.recorder.step(rows, step)  # those that finished have left
             self.recorder.count()
         tokens, layout = self.tokens[rows, step], DecodeLayout(self.buckets)
-        return self.scorer.hidden(tokens[:, None], positions[:, None], layout, self.recorder)
+        return self.scorer.hidden(tokens[:, None], positions[:, None], layout, self.recorder, self.decoder)
 
     def _retire(self, finished: Tensor) -> bool:
         """Finished rows leave, their bucket's last rows take their place. False when nobody is left.
@@ -282,8 +287,10 @@ class _Bucket:
         self.heads = 0  # of keys and values together
         self.positions = torch.zeros(0, dtype=torch.long, device=device)  # of the token fed, per live row
         self.places = self.positions  # of its keys and values ``[B * 2 * KV]``, as a cache lies in memory
+        self.views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of a cache: lines, keys, values
         self.masks: dict[int | None, Tensor] = {}  # per sliding window, of the present step
         self.seen = 0  # keys that a row may see at most
+        self.length = 0  # keys that attention goes over
 
     def fill(self, layer: int, k: Tensor, v: Tensor, spans: list[Span]) -> None:
         """Takes the prompt's keys and values ``[N, KV, D]`` for every row."""
@@ -303,6 +310,10 @@ class _Bucket:
         self.places = (lines * self.kv_length + self.positions[:, None]).flatten()
         self.seen += 1
         self.masks.clear()
+        length = sufficient_length(self.kv_length, self.seen)
+        if length != self.length:
+            self.length = length
+            self.views.clear()
 
     def drop(self, done: list[bool]) -> None:
         alive = [row for row, finished in enumerate(done) if not finished]
@@ -311,35 +322,48 @@ class _Bucket:
         order = list(range(len(alive)))
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
-            for cache in self.caches.values():
-                cache[hole] = cache[mover]
+            for held in self.caches.values():
+                held[hole] = held[mover]
         self.rows = [self.rows[row] for row in order]
         self.positions = self.positions[order]
+        self.views.clear()
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, options: AttentionOptions) -> Tensor:
         """q ``[B, H, D]`` and kv ``[B, 2 * KV, D]`` of the token being fed -> ``[B, H, D]``."""
         batch, heads, dim = q.shape
-        cache = self.caches[layer]
-        cache.view(-1, dim).index_copy_(0, self.places, kv.view(-1, dim))
-        length = sufficient_length(self.kv_length, self.seen)
-        keys, values = cache[:batch, :, :length].chunk(2, 1)
+        lines, keys, values = self._views(layer)
+        lines.index_copy_(0, self.places, kv.reshape(-1, dim))
         kv_heads = keys.shape[1]
         # The query heads of one key/value head become its query rows, repeated up to a multiple of the least
         # count.
-        shared = heads // kv_heads
-        whole, part = divmod(-(-shared // MIN_QUERY_ROWS) * MIN_QUERY_ROWS, shared)
-        queries = q.reshape(batch, kv_heads, shared, dim)
-        queries = torch.cat([queries] * whole + [queries[:, :, :part]] * (part > 0), 2)
-        out = attention(queries, keys, values, self._mask(options.window, length, q), options)
-        return out.transpose(1, 2)[:, :, :shared].reshape(batch, heads, dim)
+        shared, chosen = _query_rows(heads, kv_heads, self.device)
+        queries = q.index_select(1, chosen).view(batch, kv_heads, -1, dim)
+        out = attention(queries, keys, values, self._mask(options.window, q), options)
+        return out[:, :shared].transpose(1, 2).reshape(batch, heads, dim)
 
-    def _mask(self, window: int | None, length: int, like: Tensor) -> Tensor:
+    def _views(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a layer's cache: its lines ``[.., D]``, and the keys and values ``[B, KV, S, D]`` seen now."""
+        if layer not in self.views:
+            cache = self.caches[layer]
+            keys, values = cache[: len(self.rows), :, : self.length].chunk(2, 1)
+            self.views[layer] = cache.view(-1, cache.shape[-1]), keys, values
+        return self.views[layer]
+
+    def _mask(self, window: int | None, like: Tensor) -> Tensor:
         if window not in self.masks:
-            at, seen = self.positions[:, None], torch.arange(length, device=self.device)[None]
+            at, seen = self.positions[:, None], torch.arange(self.length, device=self.device)[None]
             visible = (seen <= at) & (seen > at - window) if window else seen <= at
             mask = torch.zeros(visible.shape, dtype=like.dtype, device=self.device)
             self.masks[window] = mask.masked_fill_(~visible, -torch.inf)[:, None, None]
         return self.masks[window]
+
+
+@cache
+def _query_rows(heads: int, kv_heads: int, device: torch.device) -> tuple[int, Tensor]:
+    """How many query heads share a key/value head, and which heads make its query rows, all in a row."""
+    shared = heads // kv_heads
+    rows = torch.arange(-(-shared // MIN_QUERY_ROWS) * MIN_QUERY_ROWS) % shared
+    return shared, (torch.arange(kv_heads)[:, None] * shared + rows).flatten().to(device)
 
 
 class DecodeLayout:

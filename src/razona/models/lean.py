@@ -5,7 +5,7 @@ Stock autograd keeps an fp32 copy of a norm's input and the normalised values be
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,9 +26,25 @@ def lighten(model: nn.Module) -> None:
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
+    weight, eps = module.weight, module.variance_epsilon
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
-    return module.weight * F.rms_norm(x, x.shape[-1:], None, module.variance_epsilon)  # type: ignore[operator, arg-type]
+        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return _forward(x, weight, eps)  # type: ignore[arg-type]
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type != "cpu":
+        return weight * F.rms_norm(x, x.shape[-1:], None, eps)
+    full = x.float()  # what F.rms_norm does, in fewer steps
+    squares = (full * full).sum(-1, keepdim=True)
+    r = torch.rsqrt(torch.addcdiv(_scalar(eps), squares, _scalar(x.shape[-1])))
+    return weight * (full * r).to(x.dtype)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    with torch.inference_mode(False):  # it may be asked for in that mode and then used by autograd
+        return torch.tensor(float(value))
 
 
 @torch.no_grad()
@@ -38,7 +54,7 @@ def _is_plain(module: nn.Module) -> bool:
     x = torch.randn(7, weight.numel(), generator=generator).to(weight)
     other = torch.randn(weight.numel(), generator=generator).to(weight)
     expected = torch.func.functional_call(module, {"weight": other}, (x,))
-    return torch.equal(expected, other * F.rms_norm(x, x.shape[-1:], None, module.variance_epsilon))  # type: ignore[arg-type]
+    return torch.equal(expected, _forward(x, other, module.variance_epsilon))  # type: ignore[arg-type]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -48,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return weight * F.rms_norm(x, x.shape[-1:], None, eps)
+        return _forward(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

@@ -9,7 +9,8 @@ zeros where an A is not its B's, which change no bit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -139,8 +140,7 @@ class Together:
     @property
     def places(self) -> list[slice]:
         """Of each layer's A in ``down``."""
-        ends = torch.tensor(self.ranks).cumsum(0).tolist()
-        return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
+        return [slice(end - rank, end) for end, rank in zip(accumulate(self.ranks), self.ranks, strict=True)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``, without gradient."""
@@ -207,16 +207,20 @@ class _Fused(torch.autograd.Function):
         return grad_x.view(x.shape), None, *(found.get(id(parameter)) for parameter in ctx.trained)
 
 
-def joined(module: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
+def joined(module: nn.Module, names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
     """The named layers of ``module`` on the same input, side by side, without gradient."""
-    blocked = module.__dict__.get(attribute(names))
+    blocked: Callable[[Tensor], Tensor] | None = module.__dict__.get(attribute(names))
     if blocked is not None:
-        return blocked(x)  # type: ignore[no-any-return]
+        return blocked
     parts = [getattr(module, name) for name in names]
     layers = [layer for layer in map(linear_of, parts) if layer is not None and layer.is_fused]
-    if len(layers) == len(parts) and x.dtype == torch.bfloat16:
-        return Together(layers, x.dtype)(x)
-    return torch.cat([part.forward(x) for part in parts], -1)
+
+    def forward(x: Tensor) -> Tensor:
+        if len(layers) == len(parts) and x.dtype == torch.bfloat16:
+            return Together(layers, x.dtype)(x)
+        return torch.cat([part.forward(x) for part in parts], -1)
+
+    return forward
 
 
 def attribute(names: tuple[str, ...]) -> str:

@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 class Recorder(Protocol):
     """Takes what the layers keep, and the last layer's output."""
 
-    def put(self, layer: int, kept: Kept) -> None: ...
+    def put(self, kept: Kept) -> None: ...
 
     def put_last(self, x: Tensor) -> None: ...
 
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class Rotary(NamedTuple):
-    """Rotary position embedding of N tokens, ``[N, 1, D]`` each."""
+    """Rotary position embedding of N tokens, ``[N, H + 2 * KV, D]`` each; values are turned by no angle."""
 
     cos: Tensor
     sin: Tensor  # its first half negated: -b * sin has the bits of b * -sin
@@ -61,11 +61,15 @@ class Rotary(NamedTuple):
     def of(cls, base: Any, x: Tensor, positions: Tensor) -> Rotary:
         cos, sin = (part[0, :, None] for part in base.rotary_emb(x[None], positions[None]))
         half = cos.shape[-1] // 2
-        return cls(cos, torch.cat([-sin[..., :half], sin[..., half:]], -1))
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        sizes = _head_counts(base)
+        cos, sin = (part.repeat(1, sum(sizes), 1) for part in (cos, sin))
+        cos[:, -sizes[-1] :], sin[:, -sizes[-1] :] = 1, 0
+        return cls(cos, sin)
 
-    def turn(self, x: Tensor) -> Tensor:
-        """``x`` ``[N, heads, D]``, every pair of coordinates turned by its position's angles."""
-        return x * self.cos + _swap(x) * self.sin
+    def turn(self, qkv: Tensor) -> Tensor:
+        """``qkv`` ``[N, H + 2 * KV, D]``, every pair of coordinates turned by its position's angles."""
+        return qkv * self.cos + _swap(qkv) * self.sin
 
     def back(self, grad: Tensor) -> Tensor:
         """The gradient of `turn`."""
@@ -73,59 +77,104 @@ class Rotary(NamedTuple):
 
 
 def _swap(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat([x[..., half:], x[..., :half]], -1)
+    return x.roll(x.shape[-1] // 2, -1)
 
 
-@torch.no_grad()
-def forward(
-    model: Any, tokens: Tensor, positions: Tensor, layout: TokenLayout, recorder: Recorder | None = None
-) -> Tensor:
-    """Last hidden states ``[N, h]`` of tokens ``[N]`` at positions ``[N]``, for a ``LLAMA_SHAPED`` model."""
-    base = model.base_model
-    x = base.embed_tokens(tokens)
-    rotary = Rotary.of(base, x, positions)
-    for index, layer in enumerate(base.layers):
-        x, kept = _layer_forward(layer, x, rotary, layout)
+class Decoder:
+    """The forward pass of a ``LLAMA_SHAPED`` model. Its modules are looked up once, which for a decode step's
+    few tokens would take as long as some of the arithmetic."""
+
+    def __init__(self, model: Any) -> None:
+        self.base = model.base_model
+        self.layers = [_LayerForward.of(layer) for layer in self.base.layers]
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, layout: TokenLayout, recorder: Recorder | None = None
+    ) -> Tensor:
+        """Last hidden states ``[N, h]`` of tokens ``[N]`` at positions ``[N]``."""
+        x = self.base.embed_tokens(tokens)
+        rotary = Rotary.of(self.base, x, positions)
+        for layer in self.layers:
+            x, kept = layer(x, rotary, layout)
+            if recorder is not None:
+                recorder.put(kept)
         if recorder is not None:
-            recorder.put(index, kept)
-    if recorder is not None:
-        recorder.put_last(x)
-    result: Tensor = base.norm(x)
-    return result
+            recorder.put_last(x)
+        result: Tensor = self.base.norm(x)
+        return result
 
 
-def _layer_forward(layer: Any, x: Tensor, rotary: Rotary, layout: TokenLayout) -> tuple[Tensor, Kept]:
-    attn, mlp = layer.self_attn, layer.mlp
-    qkv = joined(attn, QKV, layer.input_layernorm.forward(x))
-    q, kv = _heads(attn, qkv, rotary)
-    attended = layout.attend_tokens(attn.layer_idx, q, kv, _options(attn)).flatten(1)
-    middle = x + attn.o_proj.forward(attended)
-    gate_up = joined(mlp, GATE_UP, layer.post_attention_layernorm.forward(middle))
-    gate, up = gate_up.chunk(2, -1)
-    out = middle + mlp.down_proj.forward(mlp.act_fn(gate) * up)
-    return out, Kept(x, attended, middle, gate_up)
+Step = Callable[[Tensor], Tensor]
 
 
-def _heads(attn: Any, qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Queries ``[N, H, D]``, and keys and values side by side ``[N, 2 * KV, D]``, as attention takes them."""
-    qkv, values = _by_head(attn, qkv)
-    qk = rotary.turn(_normed(attn, qkv[:, :-values]))
-    return qk[:, :-values], torch.cat([qk[:, -values:], qkv[:, -values:]], 1)
+class _LayerForward(NamedTuple):
+    """What a layer does to a token, step by step."""
+
+    number: int
+    norm: Step
+    qkv: Step
+    heads: _Heads
+    options: AttentionOptions
+    o: Step
+    mlp_norm: Step
+    gate_up: Step
+    act: Step
+    down: Step
+
+    @classmethod
+    def of(cls, layer: Any) -> _LayerForward:
+        attn, mlp = layer.self_attn, layer.mlp
+        return cls(
+            attn.layer_idx,
+            layer.input_layernorm.forward,
+            joined(attn, QKV),
+            _Heads.of(attn),
+            _options(attn),
+            attn.o_proj.forward,
+            layer.post_attention_layernorm.forward,
+            joined(mlp, GATE_UP),
+            mlp.act_fn.forward,
+            mlp.down_proj.forward,
+        )
+
+    def __call__(self, x: Tensor, rotary: Rotary, layout: TokenLayout) -> tuple[Tensor, Kept]:
+        q, kv = self.heads(self.qkv(self.norm(x)), rotary)
+        attended = layout.attend_tokens(self.number, q, kv, self.options).flatten(1)
+        middle = x + self.o(attended)
+        gate_up = self.gate_up(self.mlp_norm(middle))
+        gate, up = gate_up.chunk(2, -1)
+        return middle + self.down(self.act(gate) * up), Kept(x, attended, middle, gate_up)
 
 
-def _by_head(attn: Any, qkv: Tensor) -> tuple[Tensor, int]:
-    """``[N, H + 2 * KV, D]`` and KV."""
-    qkv = qkv.view(len(qkv), -1, attn.head_dim)
-    return qkv, qkv.shape[1] // (attn.num_key_value_groups + 2)
+class _Heads(NamedTuple):
+    """From the output of q, k and v side by side to what attention takes. Qwen 3 has norms of q and k."""
+
+    sizes: tuple[int, int, int]  # H, KV, KV
+    dim: int
+    q_norm: Step | None
+    k_norm: Step | None
+
+    @classmethod
+    def of(cls, attn: Any) -> _Heads:
+        norms = (attn.q_norm.forward, attn.k_norm.forward) if hasattr(attn, "q_norm") else (None, None)
+        return cls(_head_counts(attn), attn.head_dim, *norms)
+
+    def __call__(self, qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """``[N, (H + 2 * KV) * D]`` -> queries ``[N, H, D]``, and keys and values side by side ``[N, 2 * KV,
+        D]``."""
+        qkv = qkv.view(len(qkv), -1, self.dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.split(self.sizes, 1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
+        turned = rotary.turn(qkv)
+        return turned[:, : self.sizes[0]], turned[:, self.sizes[0] :]
 
 
-def _normed(attn: Any, qk: Tensor) -> Tensor:
-    """Queries and keys ``[N, H + KV, D]`` after their norms, where the model has them (Qwen 3)."""
-    if not hasattr(attn, "q_norm"):
-        return qk
-    keys = qk.shape[1] // (attn.num_key_value_groups + 1)
-    return torch.cat([attn.q_norm.forward(qk[:, :-keys]), attn.k_norm.forward(qk[:, -keys:])], 1)
+def _head_counts(module: Any) -> tuple[int, int, int]:
+    """Query, key and value heads."""
+    heads, kv_heads = module.config.num_attention_heads, module.config.num_key_value_heads
+    return heads, kv_heads, kv_heads
 
 
 def _options(attn: Any) -> AttentionOptions:
@@ -158,7 +207,7 @@ def replay(
     layout: FlatLayout,
     layers: Sequence[tuple[Source, Tensor]],
 ) -> Tensor:
-    """`forward`'s result with gradient, without running it: ``layers`` bring what each layer kept and its
+    """A `Decoder`'s result with gradient, without running it: ``layers`` bring what each layer kept and its
     output ``[N, h]``."""
     base = model.base_model
     x = _embedded(base.embed_tokens, tokens)
@@ -199,7 +248,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _Layer(torch.autograd.Function):
-    """A layer that has run: its output is given, its gradients are those of `_layer_forward`."""
+    """A layer that has run: its output is given, its gradients are those of `_LayerForward`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -246,18 +295,20 @@ def _layer_backward(
     normed, norm_backward = gradients.norm(kept.x, layer.input_layernorm)
     layers = _together(attn, *QKV)
     qkv = layers(normed)
-    q, kv = _heads(attn, qkv, rotary)
+    heads = _Heads.of(attn)
+    q, kv = heads(qkv, rotary)
     k, v = kv.chunk(2, 1)
     grad_q, grad_k, grad_v = tree_attention_backward(
         q, k, v, kept.attended.view(q.shape), grad_attended.view(q.shape), layout, _options(attn)
     )
-    grad_q, grad_k = rotary.back(torch.cat([grad_q, grad_k], 1)).split((q.shape[1], k.shape[1]), 1)
+    grad_qkv = rotary.back(torch.cat([grad_q, grad_k, grad_v], 1))
     if hasattr(attn, "q_norm"):
-        q, k, _ = _by_head(attn, qkv)[0].split((q.shape[1], k.shape[1], k.shape[1]), 1)
+        parts = (x.split(heads.sizes, 1) for x in (qkv.view_as(grad_qkv), grad_qkv))
+        (q, k, _), (grad_q, grad_k, grad_v) = parts
         grad_q = gradients.norm(q, attn.q_norm)[1](grad_q)
         grad_k = gradients.norm(k, attn.k_norm)[1](grad_k)
-    grad_qkv = torch.cat([grad_q, grad_k, grad_v], 1).flatten(1)
-    return grad + norm_backward(gradients.linear(layers, normed, grad_qkv))
+        grad_qkv = torch.cat([grad_q, grad_k, grad_v], 1)
+    return grad + norm_backward(gradients.linear(layers, normed, grad_qkv.flatten(1)))
 
 
 class _Gradients:

@@ -66,7 +66,7 @@ def _packable(module: object) -> Linear | None:
 def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
     """The layers' outputs side by side."""
     made = Together(layers, torch.bfloat16)
-    apply, block = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
+    apply, block = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._reorder_linear_weight
     weight, bias = block(made.weight, rows), made.bias
     if made.down is None:
         return lambda x: apply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]

@@ -28,6 +28,8 @@ RECALL_BYTES = 2 * 2**30
 RESERVED = 1 if sys.platform == "win32" else 8
 """Times as much may be set aside and never touched, as most completions end before their room does; Windows
 counts that as used."""
+TOGETHER = 256
+"""Rows, of all layers together, that wait to be written at once: many small writes take longer than a few."""
 
 
 class Recall:
@@ -162,17 +164,17 @@ class Trace:
 
 
 class _Memory:
-    """Room for tokens: layer by layer their `Kept` side by side, the last layer's output, the derivatives of
-    their log-probs."""
+    """Room for tokens: what every layer has `Kept` of them, the last layer's output, the derivatives of their
+    log-probs."""
 
     def __init__(self, shape: _Shape, tokens: int) -> None:
-        def room(width: int) -> Tensor:
-            return torch.empty(tokens, width, dtype=shape.dtype)
+        def room(layers: int, width: int) -> Tensor:
+            return torch.empty(layers, tokens, width, dtype=shape.dtype)
 
         self.tokens, self.bytes = tokens, tokens * shape.token_bytes
-        self.layers = [room(sum(shape.widths)) for _ in range(shape.layers)]
-        self.last = room(shape.hidden)
-        self.derivatives = room(shape.derivatives)
+        self.kept = [room(shape.layers, width) for width in shape.widths]
+        self.last = room(1, shape.hidden)
+        self.derivatives = room(1, shape.derivatives)
 
 
 class _Block:
@@ -206,6 +208,8 @@ class Recorder:
         rows = [(i, t.first(m)) for i, b in enumerate(blocks) for t in b.traces for m in range(t.count)]
         self.block_of, self.first_of = torch.tensor(rows).unbind(1)
         self.places: list[_Places] = []
+        self.layers: list[Kept] = []  # on their way, the first being layer `self.done`
+        self.done = 0
 
     def prompts(self) -> None:
         """The next pass is over all prompts, one prompt after the other."""
@@ -237,14 +241,26 @@ class Recorder:
             self.used.pop()
             self.places = [place for place in self.places if place.block is not lost]
 
-    def put(self, layer: int, kept: Kept) -> None:
-        together = torch.cat(kept, 1) if self.places else kept.x
-        for place in self.places:
-            place.put(needed(place.block.memory).layers[layer], together)
+    def put(self, kept: Kept) -> None:
+        """The next layer's."""
+        self.layers.append(kept)
+        if len(self.layers) * len(kept.x) >= TOGETHER:
+            self._write()
 
     def put_last(self, x: Tensor) -> None:
+        self._write()
+        self.done = 0
         for place in self.places:
-            place.put(needed(place.block.memory).last, x)
+            place.put(needed(place.block.memory).last, x[None])
+
+    def _write(self) -> None:
+        layers = slice(self.done, self.done + len(self.layers))
+        for kind, values in enumerate(zip(*self.layers, strict=True) if self.places else ()):
+            together = torch.cat(values).view(len(values), *values[0].shape)
+            for place in self.places:
+                place.put(needed(place.block.memory).kept[kind][layers], together)
+        self.done = layers.stop
+        self.layers.clear()
 
     def put_derivatives(self, derivatives: Tensor) -> None:
         """Of the log-probs of the tokens drawn, with respect to the raw logits ``[n, V]``."""
@@ -252,7 +268,7 @@ class Recorder:
             self.waiting.add(self.places, derivatives)
             return
         for place in self.places:
-            place.put(needed(place.block.memory).derivatives, derivatives)
+            place.put(needed(place.block.memory).derivatives, derivatives[None])
 
     def close(self, lengths: Sequence[int]) -> list[Trace]:
         """The wave's rows have ended with ``lengths`` tokens. Returns the traces of its first prompts; the
@@ -262,8 +278,8 @@ class Recorder:
         ends = self.first_of + torch.tensor(lengths[: len(self.first_of)]) - 1
         for index, block in enumerate(self.blocks):  # the last tokens were never fed: nobody sees them
             own, memory = ends[self.block_of == index], needed(block.memory)
-            for room in (*memory.layers, memory.last):
-                room.index_fill_(0, own, 0.0)
+            for room in (*memory.kept, memory.last):
+                room.index_fill_(1, own, 0.0)
         if self.blocks:
             self.recall.left -= sum(self.used) * self.blocks[0].shape.token_bytes
         return self.traces
@@ -278,8 +294,12 @@ class _Places:
     at: Tensor
 
     def put(self, memory: Tensor, values: Tensor) -> None:
-        everything = len(self.at) == len(values)  # a slice of all would be one more call
-        memory.index_copy_(0, self.at, values if everything else values[self.own])
+        """From ``[layers, n, width]`` to ``[layers, tokens, width]``."""
+        layers, tokens, width = memory.shape
+        if len(self.at) < values.shape[1]:
+            values = values[:, self.own]
+        lines = (torch.arange(layers)[:, None] * tokens + self.at).flatten()
+        memory.view(-1, width).index_copy_(0, lines, values.reshape(-1, width))  # dimension 1 is slower
 
     def moved(self, by: int) -> _Places:
         """The same places of rows that lie ``by`` farther on."""
@@ -314,7 +334,7 @@ class _Waiting:
             products = self.rows[: self.count] @ self.weight
             for place in self.places:
                 if place.block.memory is not None:  # not given up meanwhile
-                    place.put(place.block.memory.derivatives, products)
+                    place.put(place.block.memory.derivatives, products[None])
         self.count, self.places = 0, []
 
 
@@ -343,19 +363,17 @@ class Recalled:
     @property
     def layers(self) -> list[tuple[LayerSource, Tensor]]:
         """For every layer what it kept, and its output."""
-        hidden = self.blocks[0].shape.hidden
         count = self.blocks[0].shape.layers
-        outs = [self.layer(index)[:, :hidden] for index in range(1, count)]
-        outs.append(self._gather([m.last for m in self.memories], self.tokens))
-        return [(LayerSource(self, index), out) for index, out in enumerate(outs)]
+        outs = [self.kept(0, layer) for layer in range(1, count)]  # the next one's input
+        outs.append(self._gather([m.last[0] for m in self.memories], self.tokens))
+        return [(LayerSource(self, layer), out) for layer, out in enumerate(outs)]
 
-    def layer(self, index: int) -> Tensor:
-        """What layer ``index`` kept, side by side."""
-        return self._gather([m.layers[index] for m in self.memories], self.tokens)
+    def kept(self, kind: int, layer: int) -> Tensor:
+        return self._gather([m.kept[kind][layer] for m in self.memories], self.tokens)
 
     def derivatives(self) -> Tensor:
         """Of the scored tokens' log-probs, see `razona.models.head.Known`."""
-        return self._gather([m.derivatives for m in self.memories], self.scored)
+        return self._gather([m.derivatives[0] for m in self.memories], self.scored)
 
     def _gather(self, memory: Sequence[Tensor], places: Sequence[Tensor | slice]) -> Tensor:
         parts = [room[own] for room, own in zip(memory, places, strict=True)]
@@ -365,12 +383,11 @@ class Recalled:
 class LayerSource:
     """`razona.models.llama.Source` of one layer."""
 
-    def __init__(self, recalled: Recalled, index: int) -> None:
-        self.recalled, self.index = recalled, index
+    def __init__(self, recalled: Recalled, layer: int) -> None:
+        self.recalled, self.layer = recalled, layer
 
     def get(self) -> Kept:
-        widths = self.recalled.blocks[0].shape.widths
-        return Kept(*self.recalled.layer(self.index).split(widths, 1))
+        return Kept(*(self.recalled.kept(kind, self.layer) for kind in range(len(Kept._fields))))
 
 
 def as_slice(places: Tensor) -> Tensor | slice:

@@ -77,17 +77,23 @@ class FlatScorer(nn.Module):
         position_ids: Tensor,
         layout: DecodingLayout,
         recorder: Recorder | None = None,
+        decoder: llama.Decoder | None = None,
     ) -> Tensor:
-        """Last hidden states ``[N, h]`` of a row ``[1, N]``, or ``[B, h]`` of one token per row ``[B,
-        1]``.
+        """Last hidden states ``[N, h]`` of a row ``[1, N]``, or ``[B, h]`` of one token per row ``[B, 1]``.
+        One `decoder` may serve many passes.
         """
         text = language_model(self.model)
         if self.lean and not torch.is_grad_enabled():
-            tokens, positions = token_ids.flatten(), position_ids.flatten()
-            return llama.forward(text, tokens, positions, layout, recorder)
+            decoder = decoder or llama.Decoder(text)
+            return decoder(token_ids.flatten(), position_ids.flatten(), layout, recorder)
         out = text.base_model(token_ids, position_ids=position_ids, use_cache=False, layout=layout)
         states: Tensor = out.last_hidden_state
         return states.reshape(-1, states.shape[-1])
+
+    def decoder(self) -> llama.Decoder | None:
+        """For `hidden`, as long as the model's modules stay what they are; None where transformers' own
+        forward pass runs."""
+        return llama.Decoder(language_model(self.model)) if self.lean else None
 
     @property
     def exact(self) -> bool:
