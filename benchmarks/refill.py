@@ -2,19 +2,20 @@
 
     python benchmarks/refill.py --seeds 0 1 2
 
-The task is the demo's, from a shorter cold start: the one after which nearest to 60 % of the groups of four
-completions are dead, measured on 64 prompts. Each seed then trains twice from there: with refill for
-``--steps`` steps, and without it until as many tokens are generated. Both are judged on the same held-out
-sums, at temperature 1. The last line of stdout is one JSON object.
+The task is the demo's after its cold start, with so many of the sums whose groups of four completions were
+dead that 60 % of the groups are dead at the start, counted on other completions. Each seed then trains twice
+from there: with refill for ``--steps`` steps, and without it until as many tokens are generated. Both are
+judged on the same held-out sums, at temperature 1. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import random
 import tempfile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from razona.config import (
@@ -37,8 +38,9 @@ from razona.tasks import addition
 from razona.train import grpo, sft
 from razona.types import Engine, Sampling
 
-DEAD = 0.6  # share of dead groups that the cold start comes nearest to
-PROBED = 64  # prompts it is measured on
+DEAD = 0.6  # share of dead groups at the start
+PROBED = 256  # sums that rows are taken from
+COLD_STEPS = 28
 GROUP = 4
 SAMPLING = Sampling(group_size=GROUP, max_completion_length=48)
 EVAL_EVERY = 5
@@ -57,39 +59,46 @@ def demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]], seed: int)
     return PromptSource(shown.demonstrations, seed=seed)
 
 
-def dead_share(policy: Policy, engine: Engine, rows: list[dict[str, Any]], seed: int) -> float:
-    """Of the first `PROBED` prompts, those whose completions are all right or all wrong."""
-    probed = rows[:PROBED]
-    prompts = build_prompts(load_rows(probed), policy.tokenizer, DataConfig()).prompts
+def dead(policy: Policy, engine: Engine, rows: list[dict[str, Any]], seed: int) -> list[bool]:
+    """Whether the completions of each prompt are all right or all wrong."""
+    prompts = build_prompts(load_rows(rows), policy.tokenizer, DataConfig()).prompts
     engine.load_weights(policy, version=0)
     seeds = [[seed * 10**6 + p * GROUP + g for g in range(GROUP)] for p in range(len(prompts))]
-    dead, judge = 0, exact_answer()
-    for group, row in zip(engine.generate(prompts, SAMPLING, seeds=seeds), probed, strict=True):
+    found, judge = [], exact_answer()
+    for group, row in zip(engine.generate(prompts, SAMPLING, seeds=seeds), rows, strict=True):
         texts = [[{"role": "assistant", "content": c.text}] for c in group.completions]
-        dead += len({*judge(completions=texts, answer=[row["answer"]] * GROUP)}) == 1
-    return dead / len(prompts)
+        found.append(len({*judge(completions=texts, answer=[row["answer"]] * GROUP)}) == 1)
+    return found
+
+
+def mixture(
+    policy: Policy, engine: Engine, rows: list[dict[str, Any]], seed: int
+) -> tuple[list[dict[str, Any]], float]:
+    """Rows of which the share `DEAD` has dead groups, and that share as expected. What was dead once need not
+    be so again: one sample sorts the rows, another says how often each kind is dead."""
+    kind, again = (dead(policy, engine, rows, 2 * seed + sample) for sample in range(2))
+    lively, lifeless = (
+        [row for row, is_dead in zip(rows, kind, strict=True) if is_dead == k] for k in (0, 1)
+    )
+    low, high = (mean(a for a, is_dead in zip(again, kind, strict=True) if is_dead == k) for k in (0, 1))
+    part = min(1.0, max(0.0, (DEAD - low) / (high - low)))  # of lifeless rows
+    taken = lively + lifeless[: round(len(lively) * part / (1 - part))]
+    random.Random(seed).shuffle(taken)
+    return taken, part * high + (1 - part) * low
 
 
 def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, Any, Any, dict[str, float]]:
-    """A model whose groups are dead about as often as `DEAD` says, rows to train on, held-out rows, and how
-    often they are."""
+    """A model, rows to train on, held-out rows, and how the start is."""
     demonstrated, held_out, practice = addition.split(seed, demonstrations=32, held_out=HELD_OUT)
     loaded = load_model(ModelConfig(), console)
     policy = make_policy(loaded, ModelConfig(), OptimizerConfig(learning_rate=5e-5), total_updates=1)
-    engine = make_engine(policy, loaded, console)
-    source, rows = demonstrations(loaded, demonstrated, seed), addition.rows(practice)
-    found = {"dead_at_start": math.inf, "sft_steps": 0}
-    for steps in range(1, 41):  # longer ones make the model certain, and groups dead again
+    source = demonstrations(loaded, demonstrated, seed)
+    for _ in range(COLD_STEPS):
         sft.update(policy, source.take(8), budget=0)
-        if steps < 12 or steps % 2:
-            continue
-        dead = dead_share(policy, engine, rows, seed)
-        if abs(dead - DEAD) < abs(found["dead_at_start"] - DEAD):
-            found = {"dead_at_start": dead, "sft_steps": steps}
-            save(policy.model, policy.tokenizer, folder)
-        if abs(dead - DEAD) < 0.02:
-            break
-    return folder, rows, addition.rows(held_out), found
+    save(policy.model, policy.tokenizer, folder)
+    engine = make_engine(policy, loaded, console)
+    rows, share = mixture(policy, engine, addition.rows(practice)[:PROBED], seed)
+    return folder, rows, addition.rows(held_out), {"dead_at_start": share, "rows": len(rows)}
 
 
 def tokens_of(step: dict[str, float]) -> int:
