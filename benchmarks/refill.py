@@ -88,7 +88,7 @@ def mixture(
 
 
 def cold_start(seed: int, folder: Path, console: Console) -> tuple[Path, Any, Any, dict[str, float]]:
-    """A model, rows to train on, held-out rows, and how the start is."""
+    """A model, rows to train on, held-out rows, and how the start is: the share of dead groups to expect."""
     demonstrated, held_out, practice = addition.split(seed, demonstrations=32, held_out=HELD_OUT)
     loaded = load_model(ModelConfig(), console)
     policy = make_policy(loaded, ModelConfig(), OptimizerConfig(learning_rate=5e-5), total_updates=1)
