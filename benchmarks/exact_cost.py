@@ -13,15 +13,15 @@ import torch
 from cases import CASES
 
 from razona.batch import collate
+from razona.build.model import load_model, make_engine, make_policy
 from razona.config import DataConfig, ModelConfig, OptimizerConfig
 from razona.config.common import BUNDLED_MODEL
-from razona.console import Console
 from razona.data import build_prompts, load_rows
 from razona.engines import native
 from razona.losses.weights import masked_sum, per_token
 from razona.models import flat
 from razona.models.scorer import FlatScorer
-from razona.setup import load_model, make_engine, make_policy
+from razona.run.console import Console
 from razona.types import Sampling
 
 

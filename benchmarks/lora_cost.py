@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One mode, in this process."""
     from razona.config import GRPOConfig
     from razona.config.load import merge
-    from razona.console import Console
+    from razona.run.console import Console
     from razona.tasks import addition
     from razona.train import grpo
 

@@ -17,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from refill import demonstrations
+from dynamic_sampling import demonstrations
 
+from razona.build.data import fitting_prompts
+from razona.build.model import load_model, make_engine, make_policy
 from razona.config import (
     DataConfig,
     EvalConfig,
@@ -29,13 +31,12 @@ from razona.config import (
     OptimizerConfig,
     RunConfig,
 )
-from razona.console import Console
 from razona.data import load_rows
-from razona.evaluate import Evaluator
 from razona.models import LoadedModel
 from razona.policy import Policy
 from razona.rewards import bind
-from razona.setup import fitting_prompts, load_model, make_engine, make_policy
+from razona.rollout.evaluate import Evaluator
+from razona.run.console import Console
 from razona.tasks import addition
 from razona.train import grpo, sft
 from razona.types import Sampling

@@ -12,16 +12,16 @@ import torch
 from cases import CASES, LORA_ALPHA, Case, reward
 from child import StepClock, arguments, report
 
+from razona.build.model import load_model, make_engine, make_policy
 from razona.config import DataConfig, GRPOConfig, ModelConfig, RunConfig
 from razona.config.common import LoRAConfig
-from razona.console import Console
 from razona.data import PromptSource, build_prompts, load_rows
-from razona.log import RunFolder
 from razona.objective import grpo
 from razona.policy import Policy
-from razona.progress import Progress
 from razona.rewards import bind
-from razona.setup import load_model, make_engine, make_policy
+from razona.run.console import Console
+from razona.run.folder import RunFolder
+from razona.run.progress import Progress
 from razona.train.grpo import Parts, train
 from razona.types import Engine, Group, Prompt, Sampling
 
@@ -105,7 +105,7 @@ def main() -> None:
             engine=engine,
             source=PromptSource(prompts, seed=0),
             rewards=bind([score], columns=rows.columns),
-            refill=None,
+            dynamic_sampling=None,
             evaluator=None,
             log=TimedLog(folder, clock, steps),
             progress=Progress(),

@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 
-from razona.advantages import Std, flat_groups, group_centered, group_normalized, leave_one_out, total_rewards
+from razona.advantages import (
+    Std,
+    group_centered,
+    group_normalized,
+    leave_one_out,
+    total_rewards,
+    zero_std_groups,
+)
 from razona.objective import cispo, dapo, dr_grpo, grpo, gspo, rloo
 
 NAN = math.nan
@@ -157,7 +164,7 @@ def test_a_constant_group_gives_exactly_zero(reward: float, size: int, std: Std)
 def test_rounding_noise_is_no_signal(rewards: list[float], std: Std) -> None:
     assert advantages(rewards, std, 0.0) == [0.0] * len(rewards)
     assert advantages(torch.tensor(rewards, dtype=torch.float32).tolist(), std, 0.0) == [0.0] * len(rewards)
-    assert flat_groups(torch.tensor([rewards], dtype=torch.float64)).tolist() == [True]
+    assert zero_std_groups(torch.tensor([rewards], dtype=torch.float64)).tolist() == [True]
 
 
 def test_a_difference_above_the_tolerance_is_signal() -> None:
@@ -170,7 +177,7 @@ def test_groups_that_cannot_be_judged(function: object) -> None:
     found = function(rewards)  # type: ignore[operator]
     assert found[:3].tolist() == [[0.0] * 3] * 3
     assert found[3, 0] > 0 > found[3, 1] and found[3, 2] == 0
-    assert flat_groups(rewards).tolist() == [True, True, True, False]
+    assert zero_std_groups(rewards).tolist() == [True, True, True, False]
 
 
 @given(groups, st.integers(0, 3), st.sampled_from(CONVENTIONS))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-import razona.checkpoint as checkpoint
-from razona.checkpoint import load_checkpoint, newest_checkpoint, prune, read_meta, save_checkpoint
+import razona.run.checkpoint as checkpoint
 from razona.errors import CheckpointError
+from razona.run.checkpoint import load_checkpoint, newest_checkpoint, prune, read_meta, save_checkpoint
 
 
 class Box:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from razona import explain
 from razona.cli import COMMANDS, main
+from razona.commands import explain
 from razona.config import DemoConfig, GRPOConfig
 from razona.errors import DataError
 

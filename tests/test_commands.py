@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny_runs import CHATS, ROWS, grpo_config, lines, model_folder, run_grpo, run_sft, sft_config
 
-from razona import evaluate, generate
 from razona.cli import main
+from razona.commands import evaluate, generate
 from razona.config import EvaluateConfig, GenerateConfig
 from razona.config.load import merge
-from razona.console import Console
 from razona.errors import ConfigError, DataError
+from razona.run.console import Console
 
 REWARD = """
 def half(completion_ids, **kwargs):

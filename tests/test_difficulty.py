@@ -13,12 +13,12 @@ from tiny_runs import ROWS, contents, grpo_config, lines, model_folder, run_grpo
 from razona.cli import main
 from razona.config import GRPOConfig
 from razona.config.load import load_config
-from razona.console import Console
 from razona.data import PromptSource
-from razona.difficulty import Band, PassRate, Tally, make_source
 from razona.engines.fake import FakeEngine
 from razona.errors import ConfigError, DataError
 from razona.rewards import bind, pass_reward
+from razona.rollout.difficulty import Band, PassRate, Tally, make_source
+from razona.run.console import Console
 from razona.types import Prompt
 
 BAND = {"objective__difficulty": {"min_pass_rate": 0.2, "max_pass_rate": 0.8}}
@@ -54,9 +54,9 @@ def test_only_prompts_of_middle_difficulty_are_trained_on(model: Path, tmp_path:
     said = said.replace("\n", " ")
     first, *others = lines(tmp_path / "run/metrics.jsonl")
     counted = {
-        name: first[f"difficulty/{name}"] for name in ("too_easy", "too_hard", "impossible", "unjudged")
+        name: first[f"difficulty/{name}"] for name in ("too_easy", "too_hard", "impossible", "unscored")
     }
-    assert counted["too_easy"] >= 1 and counted["impossible"] >= 1 and counted["unjudged"] == 1
+    assert counted["too_easy"] >= 1 and counted["impossible"] >= 1 and counted["unscored"] == 1
     assert first["difficulty/kept"] + counted["too_easy"] + counted["too_hard"] + 1 == 8
     assert not any(name.startswith("difficulty/") for step in others for name in step)
     trained = {record["prompt_id"] for record in lines(tmp_path / "run/rollouts.jsonl")}
@@ -67,7 +67,7 @@ def test_only_prompts_of_middle_difficulty_are_trained_on(model: Path, tmp_path:
         "each of the 8 prompts, once, before step 1",
         "measuring the pass rates of 8 prompts, 6 samples each",
         f"before step 1: {first['difficulty/kept']:.0f} of 8 prompts kept (pass rate in 0.2..0.8)",
-        "1 that the reward cannot judge",
+        "1 that the reward cannot score",
     ):
         assert words in said, words
 
@@ -127,7 +127,7 @@ def test_measuring_changes_nothing_else(model: Path, tmp_path: Path) -> None:
     [
         ("0", ["8 too hard, of which 8 impossible", "They are too hard for this model: take easier prompts"]),
         ("1", ["8 too easy", "They are too easy for this model: take harder prompts"]),
-        ("2", ["8 that the reward cannot judge", "The reward function abstains: look at the column"]),
+        ("2", ["8 that the reward cannot score", "The reward function abstains: look at the column"]),
     ],
 )
 def test_nothing_left_talks_about_difficulty(
@@ -215,7 +215,7 @@ def test_options_that_cannot_work(
 
 def test_a_fake_engine_is_measured_as_it_is(tmp_path: Path) -> None:
     """An engine that is right half of the time: rates of a prompt do not depend on its neighbours."""
-    from razona.difficulty import measure
+    from razona.rollout.difficulty import measure
     from razona.types import Sampling
 
     engine = FakeEngine(("1", "2"), stop_token_ids=())

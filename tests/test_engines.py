@@ -17,10 +17,10 @@ from razona.engines.fake import FakeEngine
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.engines.sampling import draw, truncate
+from razona.engines.testing import BUDGET, check_engine
 from razona.errors import ModelError
 from razona.models.flat import padded_length
 from razona.policy import Policy
-from razona.testing import BUDGET, check_engine
 from razona.types import Completion, Group, Prompt, Sampling
 
 WORDS = ("yes", "no", "maybe", "so", "</s>")

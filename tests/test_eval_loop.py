@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import ROWS, distance, even, grpo_config, lines, model_folder, run_grpo, varied
 
-from razona.checkpoint import what_is_wrong
-from razona.console import Console
+from razona.build.model import load_model
 from razona.engines.native import NativeEngine
 from razona.errors import ConfigError, RewardError
-from razona.setup import load_model
+from razona.run.checkpoint import what_is_wrong
+from razona.run.console import Console
 
 HELD_OUT = [{"prompt": f"And {i}?", "answer": str(i)} for i in range(6)]
 

@@ -15,9 +15,9 @@ from razona.batch import collate
 from razona.config import BUNDLED_MODEL, OptimizerConfig
 from razona.engines.native import NativeEngine
 from razona.models import load
+from razona.models.cpu.llama import LLAMA_SHAPED
+from razona.models.cpu.rms_norm import patch_rms_norms
 from razona.models.flat import KV_BLOCK, KV_STEP, AttentionOptions, attention, sufficient_length
-from razona.models.lean import lighten
-from razona.models.llama import LLAMA_SHAPED
 from razona.models.resolve import bundled_gguf
 from razona.policy import Policy
 from razona.types import Completion, Group, Prompt, Sampling
@@ -91,7 +91,7 @@ def check_rows_alone(policy: Policy, *, groups: int, max_length: int, at_least: 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of different padded lengths, completions of unequal length, rows that leave: share 1.0."""
-    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
     policy, prompts = policy_of(arch), prompts_of(5, 70, 130, 23)
     stops = usual_tokens(policy, prompts, 2)
     groups = sample(policy, prompts, Sampling(group_size=16, max_completion_length=48), stops=stops)
@@ -109,7 +109,7 @@ def test_norms_have_transformers_bits(arch: str, dtype: torch.dtype) -> None:
     """Every RMS norm of the models that run by hand is ours, with and without gradient."""
     model = tiny_model(arch, dtype=dtype, hidden_size=576)
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    lighten(model)
+    patch_rms_norms(model)
     assert len(norms) >= 5
     for norm in norms:
         x = torch.randn(1000, norm.weight.numel()).mul_(3.0).to(dtype)
@@ -133,13 +133,13 @@ def test_the_comparison_has_power() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
     check_rows_alone(wide_policy(), groups=15, max_length=64, at_least=50)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_one_prompt_with_one_completion(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
     policy = wide_policy()
     for length in (1, 2, 3, 20):
         for max_length in (1, 2, 40):

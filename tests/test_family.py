@@ -318,8 +318,8 @@ def test_every_objective_has_a_name_and_words() -> None:
     for name, build in OBJECTIVES.items():
         objective = build(max_tokens=8)
         assert objective.name.lower().replace(". ", "_") == name
-        assert {"advantage", "aggregation", "kl", "ratio"} <= objective.words.keys()
-        assert "dual clip" not in "".join(objective.words.values())
+        assert {"advantage", "aggregation", "kl", "ratio"} <= objective.description.keys()
+        assert "dual clip" not in "".join(objective.description.values())
     assert dapo().clip == (0.2, 0.28) and gspo().clip == (3e-4, 4e-4)
     assert cispo().clip == (None, 4.0) and rloo().clip == (0.2, 0.2)
 

@@ -20,10 +20,10 @@ from tiny_runs import (
 )
 
 from razona.batch import Batch, collate
-from razona.checkpoint import newest_checkpoint
-from razona.metrics import UpdateMeter
+from razona.build.objective import objective_from
 from razona.objective import Objective, cispo, grpo, gspo, rloo, with_importance
-from razona.setup import objective_from
+from razona.rollout.metrics import UpdateMeter
+from razona.run.checkpoint import newest_checkpoint
 from razona.types import Completion, Group, Prompt
 
 SEVERAL = {"minibatches_per_rollout": 2, "run__num_steps": 1}
@@ -48,7 +48,7 @@ def test_every_objective_runs_and_says_what_it_does(model: Path, tmp_path: Path)
     seen = set()
     for name, words in HEADERS.items():
         config = grpo_config(
-            model, tmp_path / name, objective__name=name, objective__refill__above=0.5, **SEVERAL
+            model, tmp_path / name, objective__name=name, objective__dynamic_sampling__above=0.5, **SEVERAL
         )
         _, printed = run_grpo(config)
         for text in (*words, "none in the loss; KL not measured"):

@@ -15,7 +15,9 @@ from razona.batch import Batch, collate, collate_demonstrations
 from razona.config.common import OptimizerConfig
 from razona.losses.weights import masked_sum, per_token
 from razona.models import flat as flat_module
-from razona.models.scorer import FlatScorer, FullRowScorer, plain_attention, wrap
+from razona.models.attention import plain_attention
+from razona.models.scorer import FlatScorer, FullRowScorer
+from razona.models.wrap import wrap
 from razona.policy import Policy
 from razona.types import Completion, Group, Prompt
 

@@ -13,7 +13,8 @@ from tiny_runs import grpo_config, lines, model_folder, run_grpo
 from razona.batch import Batch, collate
 from razona.config import OptimizerConfig
 from razona.engines.native import NativeEngine
-from razona.models.scorer import FullRowScorer, plain_attention
+from razona.models.attention import plain_attention
+from razona.models.scorer import FullRowScorer
 from razona.policy import Policy
 from razona.types import Prompt, Sampling
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from tiny_runs import CHATS, ROWS, distance, even, grpo_config, lines, model_folder, run_grpo, varied, weights
 
-from razona.advantages import flat_groups
+from razona.advantages import zero_std_groups
 from razona.batch import Batch
+from razona.build.model import load_model
 from razona.config.load import merge
 from razona.engines.native import NativeEngine
 from razona.errors import CheckpointError, ConfigError, RewardError
 from razona.losses.kl import KL_ESTIMATORS
 from razona.objective import grpo
 from razona.policy import Policy
-from razona.setup import load_model
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_all_groups_flat_changes_no_weight(model: Path, tmp_path: Path) -> None:
 def _quiet() -> Any:
     import io
 
-    from razona.console import Console
+    from razona.run.console import Console
 
     return Console(file=io.StringIO())
 
@@ -377,7 +377,7 @@ def test_the_config_is_written_as_it_was_given(model: Path, tmp_path: Path) -> N
 
 def test_flat_groups_are_counted_as_the_advantages_see_them() -> None:
     rewards = torch.tensor([[1.0, 1.0], [1.0, 2.0], [torch.nan, 1.0], [torch.nan, torch.nan]])
-    assert flat_groups(rewards).tolist() == [True, False, True, True]
+    assert zero_std_groups(rewards).tolist() == [True, False, True, True]
 
 
 def test_policy_masters_are_what_is_updated(model: Path, tmp_path: Path) -> None:

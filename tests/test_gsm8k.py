@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tiny_runs import grpo_config, lines, model_folder, run_grpo
 
+from razona.build.data import load_table
 from razona.cli import main
 from razona.config import DataConfig, EvaluateConfig, GenerateConfig, GRPOConfig, ObjectiveConfig
 from razona.config.check import validate
 from razona.config.load import load_config, merge, read_toml
-from razona.console import Console
 from razona.data import load_rows, parse_gold, with_gold
 from razona.errors import ConfigError, DataError
-from razona.setup import load_table
+from razona.run.console import Console
 from razona.tasks import gsm8k, with_task
 
 NATALIA = (

@@ -181,7 +181,7 @@ def test_what_is_noted_beside_the_log_probs(
     logits = head.finish(projection(hidden), temperature=temperature).detach()
     target[::2] = logits.argmax(-1)[::2]
     notes = torch.full((2, rows), torch.nan)
-    found = head.logprobs(hidden, target, temperature=temperature, notes=notes)
+    found = head.logprobs(hidden, target, temperature=temperature, token_stats=notes)
     expected = torch.distributions.Categorical(logits=logits).entropy()
     assert torch.equal(notes[0] == 1, logits.argmax(-1) == target)
     torch.testing.assert_close(notes[1], expected, **TOLERANCE)
@@ -192,5 +192,5 @@ def test_what_is_noted_beside_the_log_probs(
     if softcap is None:
         with torch.no_grad():
             projection.bias[3] = -torch.inf
-        head.logprobs(hidden, torch.zeros_like(target), temperature=temperature, notes=notes)
+        head.logprobs(hidden, torch.zeros_like(target), temperature=temperature, token_stats=notes)
         assert notes[1].isfinite().all()

@@ -121,7 +121,8 @@ def test_low_floors_import_little() -> None:
 
 def test_configs_types_and_errors_load_no_torch() -> None:
     code = (
-        "import sys, razona, razona.config.load, razona.types, razona.errors, razona.cli, razona.explain;"
+        "import sys, razona, razona.config.load, razona.types, razona.errors, razona.cli;"
+        "import razona.commands.explain;"
         "razona.GRPOConfig, razona.Prompt, razona.ConfigError;"
         "print([m for m in ('torch', 'transformers', 'numpy', 'tyro', 'rich') if m in sys.modules])"
     )

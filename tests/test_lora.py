@@ -18,9 +18,10 @@ from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
 from razona.config import LoRAConfig, OptimizerConfig
 from razona.errors import CheckpointError, ConfigError, ModelError
 from razona.losses.weights import masked_sum, per_token
-from razona.models import attach, hand_in, load, save
-from razona.models.linear import LoraForward
-from razona.models.scorer import FlatScorer, plain_attention
+from razona.models import attach, from_model, load, save
+from razona.models.attention import plain_attention
+from razona.models.cpu.linear import LoraForward
+from razona.models.scorer import FlatScorer
 from razona.policy import Policy
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -271,8 +272,8 @@ def test_peft_models_of_other_makes_run(options: dict[str, Any], tmp_path: Path)
 
 def test_dropout_is_off_and_said() -> None:
     config = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    loaded = hand_in(get_peft_model(tiny_model(), config), tiny_tokenizer())
-    assert loaded.notes[0] == "Dropout is off in every pass (2 layers had 0.5)."
+    loaded = from_model(get_peft_model(tiny_model(), config), tiny_tokenizer())
+    assert loaded.notices[0] == "Dropout is off in every pass (2 layers had 0.5)."
     policy, batch = policy_of(with_random_b(get_peft_model(tiny_model(), config))), rollout()
     assert policy.model.training
     assert torch.equal(policy.logprobs(batch, temperature=1.0), policy.logprobs(batch, temperature=1.0))

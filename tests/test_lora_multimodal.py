@@ -17,7 +17,7 @@ from tiny_runs import grpo_config, lines, run_grpo, run_sft, sft_config
 
 from razona.config import LoRAConfig, OptimizerConfig
 from razona.errors import ConfigError
-from razona.models import attach, hand_in, load
+from razona.models import attach, from_model, load
 from razona.models.multimodal import language_model, towers
 from razona.policy import Policy
 
@@ -80,9 +80,9 @@ def test_an_adapter_s_own_tokenizer_comes_with_the_base_s_processor(tmp_path: Pa
 def test_handed_in_with_a_processor_and_given_back(tmp_path: Path) -> None:
     """The processor is saved, and a released model's towers can be trained by others as before."""
     model, processor = tiny_multimodal("gemma3", dtype=torch.bfloat16), Processor()
-    loaded = hand_in(model, processor)
+    loaded = from_model(model, processor)
     assert loaded.tokenizer is processor.tokenizer and loaded.processor is processor
-    assert any("are frozen" in note for note in loaded.notes)
+    assert any("are frozen" in note for note in loaded.notices)
     policy = Policy(model, loaded.processor, optimizer=OptimizerConfig())
     assert not any(p.requires_grad for p in towers(model).values())
     assert (policy.save(tmp_path / "s") / "preprocessor_config.json").exists()

@@ -18,7 +18,7 @@ from razona.config import GRPOConfig, LoRAConfig
 from razona.config.check import validate
 from razona.config.load import load_config
 from razona.errors import ConfigError, ModelError
-from razona.models import hand_in
+from razona.models import from_model
 from razona.policy import Policy
 
 
@@ -130,7 +130,7 @@ def test_the_trained_folder_goes_to_every_command(
 def test_a_peft_model_handed_in(model: Path, tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     peft_model = get_peft_model(tiny_model(), config, adapter_name="mine")
-    given = hand_in(peft_model, tiny_tokenizer())
+    given = from_model(peft_model, tiny_tokenizer())
     _, printed = run_grpo(grpo_config(model, tmp_path, objective__kl_coef=0.1), model=given)
     steps = lines(tmp_path / "metrics.jsonl")
     assert steps[0]["kl"] == 0 and steps[1]["kl"] > 0 and steps[1]["mismatch/exact_share"] == 1.0
@@ -140,7 +140,7 @@ def test_a_peft_model_handed_in(model: Path, tmp_path: Path) -> None:
         p.any() for n, p in peft_model.named_parameters() if "lora_B" in n
     )  # it is the one that learned
     out = tmp_path / "sft"
-    run_sft(sft_config(model, out), model=hand_in(get_peft_model(tiny_model(), config), tiny_tokenizer()))
+    run_sft(sft_config(model, out), model=from_model(get_peft_model(tiny_model(), config), tiny_tokenizer()))
     assert (out / "model/adapter_model.safetensors").is_file()
 
 

@@ -14,12 +14,12 @@ import torch
 from tiny_runs import ROWS, contents, grpo_config, lines, model_folder, run_grpo, run_sft, sft_config, varied
 from torch import Tensor
 
-from razona.checkpoint import newest_checkpoint
 from razona.config.commands import DemoConfig
-from razona.console import KEY_FIGURES, Console
+from razona.errors import NotFinite
 from razona.objective import grpo
-from razona.policy import NotFinite
-from razona.progress import FlatNote
+from razona.run.checkpoint import newest_checkpoint
+from razona.run.console import KEY_FIGURES, Console
+from razona.run.progress import ZeroStdNote
 from razona.train import sft
 
 
@@ -91,7 +91,7 @@ def test_steps_that_teach_nothing_are_said_now_and_then(model: Path, tmp_path: P
     assert "all rewards are equal" not in printed
 
     out = io.StringIO()
-    note = FlatNote(Console(file=out))
+    note = ZeroStdNote(Console(file=out))
     for step in range(1, 25):
         note(step, {"frac_zero_std": 0.9 if step == 1 else 1.0, "truncated": 1.0, "reward": 0.0})
     said = [line.split(":")[1] for line in out.getvalue().splitlines()]
@@ -122,13 +122,15 @@ def stopping(*, completion_ids: list[list[int]]) -> list[float]:
 
 def test_how_to_go_on_is_said_by_who_knows(model: Path, tmp_path: Path) -> None:
     _, printed = run_grpo(grpo_config(model, tmp_path / "run"), reward_fns=[stopping])
-    assert "go on with: the same command and --run.resume" in printed
-    _, printed = run_grpo(grpo_config(model, tmp_path / "own"), reward_fns=[stopping], go_on="Rest a while.")
+    assert "Resume with: the same command and --run.resume" in printed
+    _, printed = run_grpo(
+        grpo_config(model, tmp_path / "own"), reward_fns=[stopping], resume_hint="Rest a while."
+    )
     assert "Rest a while." in printed and "--run.resume" not in printed
 
 
 def test_the_demo_names_no_option_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from razona import demo
+    from razona.commands import demo
 
     given: dict[str, Any] = {}
 
@@ -141,7 +143,7 @@ def test_the_demo_names_no_option_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_
         "load_model": lambda *_: loaded,
         "make_policy": lambda *_, **__: loaded,
         "save": lambda *_: None,
-        "_judge": lambda *_: (0.0, 0.0),
+        "_evaluate": lambda *_: (0.0, 0.0),
         "_demonstrations": lambda *_: (1,),
     }.items():
         monkeypatch.setattr(demo, name, value)
@@ -149,4 +151,4 @@ def test_the_demo_names_no_option_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(demo.grpo, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         demo.run(DemoConfig(output_dir=str(tmp_path)), console=Console(file=io.StringIO()))
-    assert "--run.resume" not in given["go_on"] and "razona demo" in given["go_on"]
+    assert "--run.resume" not in given["resume_hint"] and "razona demo" in given["resume_hint"]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from razona.batch import Span
 from razona.models import head as heads
+from razona.models.cpu.llama import _Embedding
+from razona.models.cpu.rms_norm import _RMSNorm
 from razona.models.flat import AttentionOptions, FlatLayout, _TreeAttention
 from razona.models.head import Head
-from razona.models.lean import _RMSNorm
-from razona.models.llama import _Embedding
 from razona.models.master import follow, gradient_sum, unfollow
 
 

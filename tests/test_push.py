@@ -18,11 +18,11 @@ from test_sft_loop import TALKS
 from tiny_runs import grpo_config, lines, model_folder, run_grpo, run_sft, sft_config
 
 from razona import __version__
-from razona.card import model_card
 from razona.cli import main
+from razona.commands.merge import run as merge
 from razona.config import BUNDLED_MODEL
-from razona.merge import run as merge
 from razona.models.resolve import Source
+from razona.report.card import model_card
 
 Captured = pytest.CaptureFixture[str]
 
@@ -299,7 +299,7 @@ def test_a_merged_model_and_an_adapter_that_nobody_could_load(
     assert main(["push", str(run / "merged"), "me/merged"]) == 0
     arrived = hub.files("me/merged")
     card = arrived.pop("README.md").decode()
-    assert arrived == of_folder(run / "merged") and merge.__module__ == "razona.merge"
+    assert arrived == of_folder(run / "merged") and merge.__module__ == "razona.commands.merge"
     assert front_matter(card)["library_name"] == "transformers" and "with GRPO by razona" in card
     assert main(["push", str(runs["base"]), "me/plain"]) == 0
     assert "A model, uploaded with razona" in hub.files("me/plain")["README.md"].decode()
@@ -309,7 +309,9 @@ def test_the_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> 
     page = (Path(__file__).parent.parent / "docs/publish.md").read_text(encoding="utf-8")
     commands = re.findall(r"^razona (push .*?) *(?:#.*)?$", page, re.MULTILINE)
     taken: list[Any] = []
-    monkeypatch.setattr("razona.push.run", lambda config, **options: taken.append((config, options)) or {})
+    monkeypatch.setattr(
+        "razona.commands.push.run", lambda config, **options: taken.append((config, options)) or {}
+    )
     for command in commands:
         assert main(command.replace("OWNER/NAME", "me/model").split()) == 0
     configs = [config for config, _ in taken]

@@ -25,16 +25,16 @@ from razona.config import BUNDLED_MODEL, GRPOConfig, LoRAConfig
 from razona.config.load import load_config
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
+from razona.engines.testing import check_engine
 from razona.errors import CheckpointError, ConfigError, ModelError
-from razona.models import LoadedModel, attach, hand_in, load, save
-from razona.models.linear import LoraForward
+from razona.models import LoadedModel, attach, from_model, load, save
+from razona.models.cpu.linear import LoraForward
+from razona.models.cpu.prepacked import prepacked_linears
 from razona.models.multimodal import language_model, towers
-from razona.models.packed import packed_linears
 from razona.models.quant import NF4, dequantized, quantized_layers
 from razona.models.resolve import bundled_gguf
 from razona.policy import Policy
 from razona.tasks import addition
-from razona.testing import check_engine
 from razona.types import Sampling
 
 LORA: dict[str, Any] = {"model__load_in_4bit": True, "lora__r": 4, "optimizer__learning_rate": 1e-2}
@@ -73,7 +73,7 @@ def test_the_decoder_s_linear_layers_and_no_others(arch: str, tmp_path: Path) ->
     plain = [n for n, m in loaded.model.named_modules() if type(m) is torch.nn.Linear]
     head = [n for n, m in loaded.model.named_modules() if m is loaded.model.get_output_embeddings()]
     assert plain == head and layers and not {*head} & {*layers}
-    assert f"{len(layers)} linear layers in 4 bits (NF4), frozen" in "\n".join(loaded.notes)
+    assert f"{len(layers)} linear layers in 4 bits (NF4), frozen" in "\n".join(loaded.notices)
     original = dict(tiny_model(arch).named_modules())
     for name, layer in layers.items():
         weight = original[name].weight.T if arch == "gpt2" else original[name].weight
@@ -107,7 +107,7 @@ def test_the_contract_in_fp32(engine: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices as wide as real ones, rows that leave, padded lengths; after updates too."""
-    monkeypatch.setattr(native, "PACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
     shape = {"hidden_size": 576, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3}
     policy = policy_of(adapted(four_bit(tmp_path, intermediate_size=1536, **shape), r=16))
     prompts = prompts_of(5, 70, 130)
@@ -122,7 +122,7 @@ def test_a_thousand_tokens(packed: bool, tmp_path: Path, monkeypatch: pytest.Mon
     assert not any("packed" in name for m in policy.model.modules() for name in vars(m))
     adapted_layers = [m for m in policy.model.modules() if hasattr(m, "lora_A")]
     assert adapted_layers and all(isinstance(m.__dict__["forward"], LoraForward) for m in adapted_layers)
-    with packed_linears(policy.model, 12, join=True):
+    with prepacked_linears(policy.model, 12, join=True):
         assert "packed_q_proj_k_proj_v_proj" in vars(policy.model.model.layers[0].self_attn)
 
 
@@ -173,7 +173,7 @@ def test_grpo_and_what_it_leaves(model: Path, run: Path, tmp_path: Path) -> None
     assert json.loads((run / "model/base_quantization.json").read_text()) == NF4
     again = load(str(run / "model"), dtype=torch.float32)
     assert len(quantized_layers(again.model)) == 14  # as it was trained, without being told
-    assert sum("in 4 bits" in note for note in again.notes) == 1
+    assert sum("in 4 bits" in note for note in again.notices) == 1
     printed = run_grpo(grpo_config(run / "model", tmp_path / "on", objective__kl_coef=0.1))[1]
     assert "on a 4-bit base" in printed
     assert lines(tmp_path / "on/metrics.jsonl")[0]["kl"] == 0
@@ -218,7 +218,7 @@ def test_a_folder_that_is_quantized_already(model: Path, tmp_path: Path) -> None
         saved = AutoModelForCausalLM.from_pretrained(model, quantization_config=settings)
         save(saved, tiny_tokenizer(), tmp_path / kind)
         loaded = load(str(tmp_path / kind), dtype=torch.bfloat16)
-        assert f"in 4 bits ({kind.upper()})" in "\n".join(loaded.notes)
+        assert f"in 4 bits ({kind.upper()})" in "\n".join(loaded.notices)
         for name, layer in quantized_layers(loaded.model).items():
             assert torch.equal(layer.weight.data, saved.get_submodule(name).weight.data)
         run_grpo(grpo_config(tmp_path / kind, tmp_path / f"{kind}-run", lora__r=4))
@@ -229,7 +229,7 @@ def test_a_model_handed_in(model: Path, tmp_path: Path) -> None:
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     given = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, quantization_config=settings)
     wrapped = attach(given, LoRAConfig(r=4), base=str(model), seed=0)
-    run_grpo(grpo_config(model, tmp_path), model=hand_in(wrapped, tiny_tokenizer()))
+    run_grpo(grpo_config(model, tmp_path), model=from_model(wrapped, tiny_tokenizer()))
     assert lines(tmp_path / "metrics.jsonl")[1]["mismatch/exact_share"] == 1.0
     assert (
         json.loads((tmp_path / "model/base_quantization.json").read_text())["bnb_4bit_use_double_quant"]
@@ -238,7 +238,7 @@ def test_a_model_handed_in(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"load_in_4bit = True, but the model handed in, .* is not in 4 bits"
     ):
-        plain = hand_in(tiny_model(), tiny_tokenizer())
+        plain = from_model(tiny_model(), tiny_tokenizer())
         run_sft(sft_config(model, tmp_path / "no", model__load_in_4bit=True), model=plain)
 
 
@@ -298,7 +298,7 @@ def test_without_bitsandbytes(model: Path, run: Path, monkeypatch: pytest.Monkey
     for call in (
         lambda: load(str(model), dtype=torch.float32, quantization=NF4),
         lambda: load(str(run / "model"), dtype=torch.float32),
-        lambda: hand_in(already, tiny_tokenizer()),
+        lambda: from_model(already, tiny_tokenizer()),
     ):
         with pytest.raises(ModelError, match=r"which is not installed: pip install 'razona\[quant\]'"):
             call()
@@ -310,19 +310,19 @@ def test_other_quantizations_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"are quantized \(bitsandbytes\).*--load-in-4bit reads that in 4 bits"
     ):
-        hand_in(given, tiny_tokenizer())
+        from_model(given, tiny_tokenizer())
     everything = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[])
     given = AutoModelForCausalLM.from_pretrained(model, quantization_config=everything)
     with pytest.raises(
         ModelError, match=r"output head of 'handed in' is in 4 bits too.*skip_modules=\['lm_head'\]"
     ):
-        hand_in(given, tiny_tokenizer())
+        from_model(given, tiny_tokenizer())
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     given = AutoModelForCausalLM.from_pretrained(model, quantization_config=settings)
     layer = given.model.layers[0].mlp.up_proj
     layer.weight.quant_state.packing_format_for_cpu = True  # what bitsandbytes does on a CPU with AVX512-BF16
     with pytest.raises(ModelError, match="hand it in before it generates"):
-        hand_in(given, tiny_tokenizer())
+        from_model(given, tiny_tokenizer())
 
 
 def test_the_option_has_three_spellings(tmp_path: Path) -> None:

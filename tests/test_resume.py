@@ -28,9 +28,9 @@ from tiny_runs import (
     varied,
 )
 
-from razona.checkpoint import newest_checkpoint, what_is_wrong
 from razona.cli import main
 from razona.errors import CheckpointError, ConfigError
+from razona.run.checkpoint import newest_checkpoint, what_is_wrong
 
 HELD_OUT = [{"prompt": f"And {i}?", "answer": str(i)} for i in range(5)]
 
@@ -326,7 +326,7 @@ def test_ctrl_c_to_a_process(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130, printed
-    assert "go on with: the same command and --run.resume" in printed
+    assert "Resume with: the same command and --run.resume" in printed
     steps = lines(folder / "run/metrics.jsonl")[-1]["step"]
     newest, notices = newest_checkpoint(folder / "run/checkpoints")
     assert newest is not None and newest.name == f"step-{steps:06d}" and not notices

@@ -43,7 +43,7 @@ def test_none_abstains():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (math.nan, "returned nan. Return a finite number, or None where it cannot judge"),
+        (math.nan, "returned nan. Return a finite number, or None where it cannot score"),
         (math.inf, "returned inf"),
         (torch.tensor(-math.inf), "returned -inf"),
         (10**400, "returned inf"),

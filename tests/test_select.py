@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from tiny_runs import grpo_config, lines, model_folder, run_grpo
 
-from razona import select
 from razona.cli import main
+from razona.commands import select
 from razona.config import SelectConfig
 from razona.config.load import merge
-from razona.console import Console
-from razona.difficulty import wilson
 from razona.engines.fake import FakeEngine
 from razona.errors import CheckpointError, ConfigError, DataError, RewardError
+from razona.rollout.difficulty import wilson
+from razona.run.console import Console
 
 WORDS = ("<think>x</think> 1", "<think>x</think> 2")
 ROWS = [
@@ -93,11 +93,11 @@ def test_what_is_kept(model: Path, folder: Path) -> None:
         assert row.keys() - original.keys() == {"pass_rate", "pass_rate_interval"}
         assert row["pass_rate"] * 8 in range(2, 7)
         assert row["pass_rate_interval"] == list(wilson(round(row["pass_rate"] * 8), 8))
-    counts = ("prompts", "kept", "too_easy", "too_hard", "impossible", "unjudged", "samples", "resumed")
+    counts = ("prompts", "kept", "too_easy", "too_hard", "impossible", "unscored", "samples", "resumed")
     assert [result[name] for name in counts] == [8, 4, 1, 2, 2, 1, 8, 0]
     for words in (
         "4 of 8 prompts kept (pass rate in 0.2..0.8), 1 too easy, 2 too hard, of which 2 impossible (never",
-        "1 that the reward cannot judge",
+        "1 that the reward cannot score",
         "the 95 % interval (Wilson) of 4 passes is 0.22..0.78",
         "it passes when right is above 0",
         "row 0: 'Question 0?'",
@@ -106,7 +106,7 @@ def test_what_is_kept(model: Path, folder: Path) -> None:
         assert words in said.replace("\n", " "), words
     header, *rates = lines(folder / "out.jsonl.rates.jsonl")
     assert [rate["row"] for rate in rates] == list(range(8)) and header["select"]["reward"] == "mine.py:right"
-    assert (rates[4]["judged"], rates[4]["pass_rate"], rates[4]["pass_rate_interval"]) == (
+    assert (rates[4]["scored"], rates[4]["pass_rate"], rates[4]["pass_rate_interval"]) == (
         0,
         None,
         [0.0, 1.0],

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from test_sft_loop import TALKS, _console
 from tiny_runs import contents, lines, model_folder, run_sft, sft_config
 
+from razona.build.model import load_model, make_policy
 from razona.cli import main
 from razona.config import DataConfig, OptimizerConfig
 from razona.data import build_demonstrations, load_rows
-from razona.evaluate import LossEvaluator
-from razona.metrics import ratio_and_error
-from razona.setup import load_model, make_policy
+from razona.rollout.evaluate import LossEvaluator
+from razona.rollout.metrics import ratio_and_error
 
 TRAIN, HELD_OUT = TALKS[:4], TALKS[4:]
 

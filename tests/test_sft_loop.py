@@ -10,10 +10,10 @@ import torch
 from tiny_runs import CHATS, ROWS, distance, lines, model_folder, run_sft, sft_config, weights
 
 from razona.batch import Batch
+from razona.build.model import load_model
 from razona.config import DataConfig
 from razona.data import build_demonstrations, load_rows
 from razona.errors import CheckpointError, DataError
-from razona.setup import load_model
 from razona.train import sft
 
 TALKS = [{**row, "completion": f"It is {row['answer']}."} for row in CHATS]
@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_answer_and_its_stop_token(model: Path, tmp_path
 def _console() -> Any:
     import io
 
-    from razona.console import Console
+    from razona.run.console import Console
 
     return Console(file=io.StringIO())
 

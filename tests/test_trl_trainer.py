@@ -21,8 +21,8 @@ from transformers import (
 )
 from trl_helpers import tiny_folder, trainer
 
-from razona.console import Console
 from razona.errors import CheckpointError, ConfigError, RewardError
+from razona.run.console import Console
 from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_helpers import SMALL, no_hub, tiny_folder
 
 from razona.cli import COMMANDS
+from razona.commands.merge import run as merge
 from razona.config import MergeConfig
 from razona.config.load import load_config
-from razona.console import Console
 from razona.errors import ConfigError, HubError, ModelError
-from razona.merge import run as merge
 from razona.models import load
 from razona.models.quant import dequantized, quantized_layers
+from razona.run.console import Console
 from razona.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from razona.unsloth import FastLanguageModel, FastModel, arguments, is_bfloat16_supported
 

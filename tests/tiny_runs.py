@@ -12,8 +12,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from razona.config import GRPOConfig, SFTConfig
 from razona.config.load import merge
-from razona.console import Console
 from razona.models import save
+from razona.run.console import Console
 from razona.train import grpo, sft
 
 ROWS = [{"prompt": f"Count {'on and ' * (i % 4)}to {i}:", "answer": str(i)} for i in range(8)]

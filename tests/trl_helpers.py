@@ -12,9 +12,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 from tiny_runs import ROWS, STOPS, varied
 
 from razona.config import BUNDLED_MODEL
-from razona.console import Console
 from razona.models import HubSilent, save
 from razona.models.resolve import Source
+from razona.run.console import Console
 from razona.trl import GRPOConfig, GRPOTrainer
 
 SMALL: dict[str, Any] = {

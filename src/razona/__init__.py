@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from razona.config import (
         DataConfig as DataConfig,
         DifficultyConfig as DifficultyConfig,
+        DynamicSamplingConfig as DynamicSamplingConfig,
         EvalConfig as EvalConfig,
         GRPOConfig as GRPOConfig,
         ImportanceConfig as ImportanceConfig,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         ModelConfig as ModelConfig,
         ObjectiveConfig as ObjectiveConfig,
         OptimizerConfig as OptimizerConfig,
-        RefillConfig as RefillConfig,
         RunConfig as RunConfig,
         SFTConfig as SFTConfig,
         SFTEvalConfig as SFTEvalConfig,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "razona.config": (
         "DataConfig DifficultyConfig EvalConfig GRPOConfig ImportanceConfig LoRAConfig ModelConfig "
-        "ObjectiveConfig OptimizerConfig RefillConfig RunConfig SFTConfig SFTEvalConfig"
+        "ObjectiveConfig OptimizerConfig DynamicSamplingConfig RunConfig SFTConfig SFTEvalConfig"
     ),
     "razona.errors": (
         "CheckpointError ConfigError DataError DifficultyError HubError ModelError RazonaError RewardError"

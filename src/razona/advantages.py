@@ -1,7 +1,7 @@
 """Advantages from group rewards: ``[P, G]`` in, ``[P, G]`` out. Pure functions.
 
-nan means "this completion could not be judged": it enters no mean and no deviation, and its advantage is 0.
-So is that of a completion that is the only judged one of its group. A group whose rewards differ by at most
+nan means "this completion could not be scored": it enters no mean and no deviation, and its advantage is 0.
+So is that of a completion that is the only scored one of its group. A group whose rewards differ by at most
 1e-9 teaches nothing and gets exactly 0: dividing rounding noise by a tiny deviation would turn it into
 advantages of size 1.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-FLAT = 1e-9  # rewards of a group closer than this are equal
+EQUAL = 1e-9  # rewards of a group closer than this are equal
 
 Std = Literal["population", "sample", "batch", "none"]
 
@@ -22,7 +22,7 @@ def group_normalized(rewards: Tensor, *, std: Std = "population", eps: float = 1
     """``(r - mean) / (std + eps)`` within each group (GRPO, arXiv 2402.03300 section 4.1.2).
 
     ``std`` divides by the deviation with G ("population", numpy's default), with G - 1 ("sample", as TRL and
-    verl do), by the population deviation of all judged rewards, the mean still being the group's ("batch",
+    verl do), by the population deviation of all scored rewards, the mean still being the group's ("batch",
     arXiv 2508.08221), or not at all ("none"). Computed in float64.
 
     >>> group_normalized(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).double().round(decimals=2).tolist()
@@ -32,8 +32,8 @@ def group_normalized(rewards: Tensor, *, std: Std = "population", eps: float = 1
     if std == "none":
         scaled = centred
     elif std == "batch":
-        judged = rewards.to(torch.float64)[counted]
-        scaled = centred / ((judged - judged.mean()).square().mean().sqrt() + eps)
+        scored = rewards.to(torch.float64)[counted]
+        scaled = centred / ((scored - scored.mean()).square().mean().sqrt() + eps)
     else:
         freedom = counted.sum(1, keepdim=True) - (1 if std == "sample" else 0)
         deviation = (centred.square().sum(1, keepdim=True) / freedom.clamp(min=1)).sqrt()
@@ -47,7 +47,7 @@ def group_centered(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """``r_i - mean of the other judged rewards`` within each group (RLOO, arXiv 2402.14740); n / (n - 1) (r_i
+    """``r_i - mean of the other scored rewards`` within each group (RLOO, arXiv 2402.14740); n / (n - 1) (r_i
     - mean).
 
     >>> leave_one_out(torch.tensor([[3.0, 1.0, 0.0, 3.0]])).double().round(decimals=4).tolist()
@@ -58,8 +58,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return torch.where(counted & informative, centred * n / (n - 1).clamp(min=1), 0.0).to(torch.float32)
 
 
-def flat_groups(rewards: Tensor) -> Tensor:
-    """Which groups teach nothing, bool ``[P]``: fewer than two judged rewards, or all equal."""
+def zero_std_groups(rewards: Tensor) -> Tensor:
+    """Which groups teach nothing, bool ``[P]``: fewer than two scored rewards, or all equal."""
     return ~_centred(rewards)[2][:, 0]
 
 
@@ -71,18 +71,18 @@ def total_rewards(rewards: Tensor, weights: tuple[float, ...] = ()) -> Tensor:
     """
     values = rewards.to(torch.float64)
     scale = torch.tensor(weights or (1.0,) * values.shape[-1], dtype=torch.float64, device=values.device)
-    judged = ~values.isnan()
-    total = (torch.where(judged, values, 0.0) * scale).sum(-1)
-    return torch.where(judged.any(-1), total, torch.nan)
+    scored = ~values.isnan()
+    total = (torch.where(scored, values, 0.0) * scale).sum(-1)
+    return torch.where(scored.any(-1), total, torch.nan)
 
 
 def _centred(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(r - mean with 0 for nan [P, G], judged [P, G], group has something to teach [P, 1]), in float64."""
+    """(r - mean with 0 for nan [P, G], scored [P, G], group has something to teach [P, 1]), in float64."""
     values = rewards.to(torch.float64)
     counted = ~values.isnan()
     known = torch.where(counted, values, 0.0)
     mean = known.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
     high = torch.where(counted, values, -torch.inf).amax(1, keepdim=True)
     low = torch.where(counted, values, torch.inf).amin(1, keepdim=True)
-    informative = (counted.sum(1, keepdim=True) > 1) & (high - low > FLAT)
+    informative = (counted.sum(1, keepdim=True) > 1) & (high - low > EQUAL)
     return torch.where(counted, values - mean, 0.0), counted, informative

@@ -68,7 +68,7 @@ class Batch:
     advantages: Tensor | None = None  # [B, 1] or [B, T]
     weights: Tensor | None = None  # [B, T], of the optimizer step this batch belongs to
     members: tuple[int, ...] = ()  # which completion of its group each row is
-    traces: tuple[Any, ...] = ()  # per prompt, what the sampler kept for the training pass, or None
+    activations: tuple[Any, ...] = ()  # per prompt, what the sampler kept for the training pass, or None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,12 +79,12 @@ class Batch:
         return int(self.loss_mask.sum())
 
     @property
-    def recalled(self) -> bool:
+    def reuses_activations(self) -> bool:
         """Whether its training pass took what the sampler had computed."""
-        if not self.traces:
+        if not self.activations:
             return False
-        rows = [(self.traces[group], m) for group, m in zip(self.group_of, self.members, strict=True)]
-        return all(trace is not None and trace.has_given(member) for trace, member in rows)
+        rows = [(self.activations[group], m) for group, m in zip(self.group_of, self.members, strict=True)]
+        return all(saved is not None and saved.has_given(member) for saved, member in rows)
 
     def with_old(
         self, policy: Any, *, temperature: float, budget: int, stale: Sequence[bool] | None = None
@@ -205,7 +205,7 @@ class Batch:
             group_of=tuple(groups.index(self.group_of[row]) for row in rows),
             lengths=tuple(self.lengths[row] for row in rows),
             members=tuple(self.members[row] for row in rows) if self.members else (),
-            traces=tuple(self.traces[group] for group in groups) if self.traces else (),
+            activations=tuple(self.activations[group] for group in groups) if self.activations else (),
             rewards=None,
             **tensors,  # type: ignore[arg-type]
         )
@@ -281,7 +281,7 @@ def collate(
         group_of=tuple(index for index, group in enumerate(groups) for _ in group.completions),
         lengths=lengths,
         members=tuple(member for group in groups for member in range(len(group.completions))),
-        traces=tuple(group.trace for group in groups),
+        activations=tuple(group.activations for group in groups),
         token_ids=token_ids,
         loss_mask=loss_mask,
         sampler_logprobs=torch.where(loss_mask, logprobs, 0.0),

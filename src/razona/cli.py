@@ -37,12 +37,20 @@ COMMANDS: dict[str, tuple[str, type, str]] = {
         "train with GRPO and its family, on prompts and rewards",
     ),
     "sft": ("razona.train.sft", SFTConfig, "train on demonstrations"),
-    "generate": ("razona.generate", GenerateConfig, "sample completions"),
-    "eval": ("razona.evaluate", EvaluateConfig, "score a model on a data set, with error bars"),
-    "select": ("razona.select", SelectConfig, "keep the prompts that a model gets right sometimes"),
-    "merge": ("razona.merge", MergeConfig, "make one model of a LoRA adapter and its base: razona merge RUN"),
-    "push": ("razona.push", PushConfig, "upload a run's model with a card: razona push RUN OWNER/NAME"),
-    "demo": ("razona.demo", DemoConfig, "train a real 135M model on this machine, in minutes"),
+    "generate": ("razona.commands.generate", GenerateConfig, "sample completions"),
+    "eval": ("razona.commands.evaluate", EvaluateConfig, "score a model on a data set, with error bars"),
+    "select": ("razona.commands.select", SelectConfig, "keep the prompts that a model gets right sometimes"),
+    "merge": (
+        "razona.commands.merge",
+        MergeConfig,
+        "make one model of a LoRA adapter and its base: razona merge RUN",
+    ),
+    "push": (
+        "razona.commands.push",
+        PushConfig,
+        "upload a run's model with a card: razona push RUN OWNER/NAME",
+    ),
+    "demo": ("razona.commands.demo", DemoConfig, "train a real 135M model on this machine, in minutes"),
 }
 """Command -> (module whose run(config, ...) does it, its options, what it does)."""
 
@@ -117,7 +125,7 @@ def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
 
 def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
     """Load the options, then the module (and with it torch), and run it."""
-    from razona.console import Console
+    from razona.run.console import Console
 
     module, cls, _ = COMMANDS[command]
     toml_path = args.pop(0) if args and not args[0].startswith("-") else None
@@ -159,7 +167,7 @@ def _require_inputs(command: str, config: Any) -> None:
 
 
 def _explain(args: list[str], *, as_json: bool) -> int:
-    from razona import explain
+    from razona.commands import explain
 
     if not args or "-h" in args or "--help" in args:
         print("usage: razona explain advantage REWARD REWARD ... [--eps 1e-4] [--others REWARD ...] [--json]")

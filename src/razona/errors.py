@@ -13,6 +13,7 @@ RazonaError
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -46,6 +47,17 @@ class CheckpointError(RazonaError, ValueError):
 
 class HubError(RazonaError, ValueError):
     """The hub refuses an upload, or gives no answer."""
+
+
+class NotFinite(ModelError):
+    """A loss or a gradient is nan or infinite. The weights are as they were before it."""
+
+
+def finite(what: str, value: float) -> float:
+    """``value``; NotFinite when it is nan or infinite."""
+    if not math.isfinite(value):
+        raise NotFinite(f"the {what} is {value}, so nothing was updated")
+    return value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

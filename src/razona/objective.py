@@ -26,12 +26,11 @@ class Objective(NamedTuple):
     ``advantage_fn(rewards [P, G, R], *, reward_weights, loss_mask, kl=None) -> [B, 1] or [B, T]``: who did
     better than expected (``kl`` [B, T]: see `Batch.with_advantages`; a function may do without it);
     ``loss_fn(logprobs, old_logprobs, advantages, loss_mask) -> [B, T]``: what a token contributes;
-    ``weight_fn(loss_mask) -> [B, T]``: how tokens are averaged, over one optimizer step;
-    ``kl_fn(logprobs, ref_logprobs, old_logprobs, loss_mask) -> [B, T]``, added ``kl_coef`` times.
-    ``importance_fn(old_logprobs, sampler_logprobs, loss_mask) -> [B, T]`` is multiplied with the token loss;
-    ``overlong_filter`` takes the loss from completions that were cut off.
-    ``clip``, ``ratio_fn``, ``importance_bounds`` and ``words``, for the header and the metrics, are read off
-    the parts that are there.
+    ``weight_fn(loss_mask) -> [B, T]``: how tokens are averaged, over one optimizer step; ``kl_fn(logprobs,
+    ref_logprobs, old_logprobs, loss_mask) -> [B, T]``, added ``kl_coef`` times. ``importance_fn(old_logprobs,
+    sampler_logprobs, loss_mask) -> [B, T]`` is multiplied with the token loss; ``overlong_filter`` takes the
+    loss from completions that were cut off. ``clip``, ``ratio_fn``, ``importance_bounds`` and
+    ``description``, for the header and the metrics, are read off the parts that are there.
     """
 
     name: str
@@ -68,36 +67,36 @@ class Objective(NamedTuple):
         return (options.get("low", 0.0), options["high"]) if function is importance_weights else None
 
     @property
-    def words(self) -> dict[str, str]:
-        """In words what each part does; "custom: NAME" for one that is not ours. ``ratio``, ``dual_clip`` and
-        ``importance`` stand there where the loss is known, and where there is such a thing.
+    def description(self) -> dict[str, str]:
+        """What each part does, in words; "custom: NAME" for one that is not ours. ``ratio``, ``dual_clip``
+        and ``importance`` stand there where the loss is known, and where there is such a thing.
         """
         loss, (_, options) = _known_loss(self.loss_fn), _taken_apart(self.loss_fn)
         estimators = [name for name, function in KL_ESTIMATORS.items() if function is self.kl_fn]
         whole = loss is not None and loss.whole and self.weight_fn is per_sequence
-        words = {
-            "advantage": _advantage_words(self.advantage_fn),
-            "loss": _custom(self.loss_fn) if loss is None else loss.words,
-            "aggregation": WHOLE_COMPLETIONS if whole else _weight_words(self.weight_fn),
+        description = {
+            "advantage": _advantage_description(self.advantage_fn),
+            "loss": _custom(self.loss_fn) if loss is None else loss.description,
+            "aggregation": WHOLE_COMPLETIONS if whole else _weight_description(self.weight_fn),
             "kl": estimators[0] if estimators else _custom(self.kl_fn),
         }
         if loss is not None:
-            words["ratio"] = loss.ratio_words
+            description["ratio"] = loss.ratio_description
             if (bound := options.get("dual_clip")) is not None:
-                words["dual_clip"] = f", and a loss of at most {bound:g} |A| where A < 0 (dual clip)"
+                description["dual_clip"] = f", and a loss of at most {bound:g} |A| where A < 0 (dual clip)"
         if self.importance_fn is not uncorrected:
-            words["importance"] = _importance_words(self.importance_fn)
-        return words
+            description["importance"] = _importance_description(self.importance_fn)
+        return description
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must have alike, as far as it can be written down."""
         return {
             "name": self.name,
             "kl_coef": self.kl_coef,
             "clip": self.clip,
             "overlong_filter": self.overlong_filter,
-            **self.words,
+            **self.description,
         }
 
 
@@ -105,9 +104,9 @@ class KnownLoss(NamedTuple):
     """What can be said of a loss of ours. ``whole``: all trained tokens of a row carry the row's one term."""
 
     function: Callable[..., Tensor]
-    words: str
+    description: str
     ratio_fn: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ratio_words: str
+    ratio_description: str
     whole: bool = False
 
 
@@ -269,7 +268,7 @@ def with_importance(
     )
 
 
-def silent_where_flat(loss_fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> bool:
+def is_zero_at_zero_advantage(loss_fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> bool:
     """Whether ``loss_fn`` has no gradient at all where the advantage is 0: tried on two made-up rows, with
     ratios on both sides of 1. One that an entropy or the like is added to has. One that cannot take these
     rows is taken to have.
@@ -331,14 +330,14 @@ def _known_loss(loss_fn: Callable[..., Tensor]) -> KnownLoss | None:
     return next((known for known in LOSSES if known.function is function), None)
 
 
-def _advantage_words(advantage_fn: Callable[..., Tensor]) -> str:
+def _advantage_description(advantage_fn: Callable[..., Tensor]) -> str:
     function, options = _taken_apart(advantage_fn)
     if function is group_advantages:
         return ADVANTAGE_WORDS[options["std"]]
     return LEFT_OUT_WORDS if function is leave_one_out_advantages else _custom(advantage_fn)
 
 
-def _importance_words(importance_fn: ImportanceFn) -> str:
+def _importance_description(importance_fn: ImportanceFn) -> str:
     function, options = _taken_apart(importance_fn)
     if function is not importance_weights:
         return _custom(importance_fn)
@@ -349,7 +348,7 @@ def _importance_words(importance_fn: ImportanceFn) -> str:
     return f"trainer / sampler probability per {unit}, {what} [{low:g}, {high:g}]{name}"
 
 
-def _weight_words(weight_fn: WeightFn) -> str:
+def _weight_description(weight_fn: WeightFn) -> str:
     function, options = _taken_apart(weight_fn)
     for name, known in WEIGHTS.items():
         if function is known:

@@ -12,25 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from razona.batch import Batch
-from razona.chat import tokenizer_of
 from razona.config.common import OptimizerConfig
+from razona.data.chat import tokenizer_of
 from razona.errors import CheckpointError, ModelError
+from razona.models.attention import use_plain_attention
 from razona.models.lora import Adapter, unwrap
 from razona.models.master import follow, unfollow
 from razona.models.multimodal import set_dtype, towers
 from razona.models.save import save
-from razona.models.scorer import Scorer, use_plain_attention, wrap
-
-
-class NotFinite(ModelError):
-    """A loss or a gradient is nan or infinite. The weights are as they were before it."""
-
-
-def finite(what: str, value: float) -> float:
-    """``value``; NotFinite when it is nan or infinite."""
-    if not math.isfinite(value):
-        raise NotFinite(f"the {what} is {value}, so nothing was updated")
-    return value
+from razona.models.scorer import Scorer
+from razona.models.wrap import wrap
 
 
 class Policy:
@@ -110,19 +101,21 @@ class Policy:
     def device(self) -> torch.device:
         return self.compute[0].device
 
-    def logprobs(self, batch: Batch, *, temperature: float, notes: Tensor | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, *, temperature: float, token_stats: Tensor | None = None) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, with gradient unless disabled;
-        ``notes``: see `FlatScorer`.
+        ``token_stats``: see `FlatScorer`.
         """
-        result: Tensor = self.scorer(batch, temperature=temperature, notes=notes)
+        result: Tensor = self.scorer(batch, temperature=temperature, token_stats=token_stats)
         return result
 
-    def remembering(self, wanted: bool) -> AbstractContextManager[None]:
+    def saving_activations(self, wanted: bool) -> AbstractContextManager[None]:
         """Inside, the engine keeps what it computes, as far as it is ``wanted`` and the training pass would
-        compute the same bits: that pass then takes it (`razona.models.recall`)."""
-        if not self.scorer.can_recall or self.gradient_checkpointing:  # asked for where memory is short
+        compute the same bits: that pass then takes it (`razona.models.cpu.reuse`)."""
+        if (
+            not self.scorer.can_reuse_activations or self.gradient_checkpointing
+        ):  # asked for where memory is short
             return nullcontext()
-        return self.scorer.recall.keeping(wanted)
+        return self.scorer.activations.saving(wanted)
 
     def update(self) -> float:
         """One optimizer step on the accumulated gradients. Returns their norm before clipping.
@@ -139,7 +132,7 @@ class Policy:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
             self.optimizer.step()
             self._refresh()
-        self.scorer.recall.forget()
+        self.scorer.activations.forget()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         return norm.item()

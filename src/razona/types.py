@@ -53,14 +53,14 @@ class Group:
     """A prompt and its completions: group identity is this type, never a position in a list.
 
     ``kv_length`` is the padded key/value length its tokens were sampled with (0: the engine makes no
-    promise); a trainer pass that pads to the same length reproduces the sampler's bits on a CPU. ``trace`` is
-    what the sampler kept for that pass, if anything (`razona.models.recall`).
+    promise); a trainer pass that pads to the same length reproduces the sampler's bits on a CPU.
+    ``activations`` is what the sampler kept for that pass, if anything (`razona.models.cpu.reuse`).
     """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     kv_length: int = 0
-    trace: object = field(default=None, compare=False, repr=False)
+    activations: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RewardFn(Protocol):
     """Called by keyword with prompts, completions, completion_ids and the data set's columns by exact name.
 
     May be a function, a callable object or a coroutine function, with or without ``**kwargs``. Returns one
-    number per completion, or None where it cannot judge.
+    number per completion, or None where it cannot score.
     """
 
     def __call__(
@@ -97,7 +97,7 @@ class RewardFn(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples completions. ``razona.testing.check_engine`` is the contract, in executable form."""
+    """Samples completions. ``razona.engines.testing.check_engine`` is the contract, in executable form."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]

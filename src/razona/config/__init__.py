@@ -17,7 +17,13 @@ from razona.config.common import (
     OptimizerConfig,
     RunConfig,
 )
-from razona.config.grpo import DifficultyConfig, GRPOConfig, ImportanceConfig, ObjectiveConfig, RefillConfig
+from razona.config.grpo import (
+    DifficultyConfig,
+    DynamicSamplingConfig,
+    GRPOConfig,
+    ImportanceConfig,
+    ObjectiveConfig,
+)
 from razona.config.sft import SFTConfig, SFTEvalConfig
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "DataConfig",
     "DemoConfig",
     "DifficultyConfig",
+    "DynamicSamplingConfig",
     "EvalConfig",
     "EvaluateConfig",
     "GRPOConfig",
@@ -36,7 +43,6 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "PushConfig",
-    "RefillConfig",
     "RunConfig",
     "SFTConfig",
     "SFTEvalConfig",

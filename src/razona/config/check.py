@@ -43,7 +43,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "objective.kl_coef": ("at least 0", lambda v: v >= 0),
     "objective.refresh_reference_every": ("at least 0 (0: never)", lambda v: v >= 0),
     "objective.soft_overlong": ("at least 0 (0: no punishment)", lambda v: v >= 0),
-    "objective.refill.max_rounds": ("at least 1", lambda v: v >= 1),
+    "objective.dynamic_sampling.max_rounds": ("at least 1", lambda v: v >= 1),
     "objective.importance.low": ("at least 0 and at most 1, the ratio of equals", lambda v: 0 <= v <= 1),
     "objective.importance.high": ("at least 1, the ratio of equals", lambda v: v >= 1),
     "objective.difficulty.min_pass_rate": ("at least 0 and at most 1", lambda v: 0 <= v <= 1),

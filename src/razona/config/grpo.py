@@ -24,7 +24,7 @@ class ImportanceConfig:
 
 
 @dataclass(frozen=True)
-class RefillConfig:
+class DynamicSamplingConfig:
     """Dynamic sampling (DAPO): groups all right or all wrong teach nothing, others take their place."""
 
     mode: Literal["auto", "on", "off"] = "auto"
@@ -83,7 +83,7 @@ class ObjectiveConfig:
     """Tokens before max_completion_length over which the reward falls from 0 to -1, added to the others
     (DAPO's soft overlong punishment); 0: none."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
-    refill: RefillConfig = field(default_factory=RefillConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty: all 1."""

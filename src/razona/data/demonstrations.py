@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from razona.chat import tokenizer_of
 from razona.config.common import DataConfig
+from razona.data.chat import tokenizer_of
 from razona.data.prompts import (
     as_input,
     as_messages,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from razona.chat import chat_text, tokenizer_of
 from razona.config.common import DataConfig
+from razona.data.chat import chat_text, tokenizer_of
 from razona.data.rows import Rows
 from razona.errors import DataError, nearest
 from razona.types import Message, Prompt, PromptInput

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from razona.engines.sampling import draw, uniforms
-from razona.models.scorer import eval_mode, plain_attention
+from razona.models.attention import eval_mode, plain_attention
 from razona.types import Completion, Group, Prompt, Sampling
 
 

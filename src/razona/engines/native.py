@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from razona.batch import FlatRow, Span
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
+from razona.models.cpu.llama import Decoder
+from razona.models.cpu.prepacked import prepacked_linears
+from razona.models.cpu.reuse import Recorder
 from razona.models.flat import (
     MIN_QUERY_ROWS,
     AttentionOptions,
@@ -29,14 +32,11 @@ from razona.models.flat import (
     padded_length,
     sufficient_length,
 )
-from razona.models.llama import Decoder
 from razona.models.multimodal import language_model
-from razona.models.packed import packed_linears
-from razona.models.recall import Recorder
 from razona.models.scorer import FlatScorer
 from razona.types import Completion, Group, Prompt, Sampling
 
-PACK_FROM = 8  # decode steps from which on blocking the weights first is worth its time
+PREPACK_FROM = 8  # decode steps from which on blocking the weights first is worth its time
 SAMPLE_TILE = 8  # rows whose logits are worked on at a time, to stay in the processor's cache
 KV_BYTES = 2**29  # keys and values held at once; more rows than fit are sampled in waves
 
@@ -79,15 +79,15 @@ class NativeEngine:
             wave_seeds = seeds[len(groups) : len(groups) + len(wave)]
             counts = [len(group_seeds) for group_seeds in wave_seeds]
             head, model = self.scorer.head, language_model(self.scorer.model)
-            recorder = self.scorer.recall.recorder(model, head, wave, counts, sampling)
+            recorder = self.scorer.activations.recorder(model, head, wave, counts, sampling)
             run = _Wave(self.scorer, wave, sampling, stops, wave_seeds, self.device, recorder)
             tokens, logprobs = run.run()
-            traces = [] if recorder is None else recorder.close([len(row) for row in tokens])
+            saved = [] if recorder is None else recorder.close([len(row) for row in tokens])
             first = 0
-            for prompt, group_seeds, trace in zip_longest(wave, wave_seeds, traces):
+            for prompt, group_seeds, activations in zip_longest(wave, wave_seeds, saved):
                 rows = range(first, first + len(group_seeds))
                 completions = tuple(self._completion(tokens[row], logprobs[row], stops) for row in rows)
-                groups.append(Group(prompt, completions, _kv_length(prompt, sampling), trace))
+                groups.append(Group(prompt, completions, _kv_length(prompt, sampling), activations))
                 first += len(group_seeds)
         return groups
 
@@ -165,10 +165,10 @@ class _Wave:
     def run(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids and log-probs of every row."""
         in_bf16 = self.scorer.head.projection.weight.dtype == torch.bfloat16  # so are 4-bit layers then
-        worth_packing = in_bf16 and self.sampling.max_completion_length >= PACK_FROM
-        rows, join = len(self.owners), self.scorer.lean
+        worth_packing = in_bf16 and self.sampling.max_completion_length >= PREPACK_FROM
+        rows, join = len(self.owners), self.scorer.runs_by_hand
         used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
-        with packed_linears(used, rows, join=join) if worth_packing else nullcontext():
+        with prepacked_linears(used, rows, join=join) if worth_packing else nullcontext():
             self.decoder = self.scorer.decoder()  # the blocked layers
             self._decode_all(self._prefill())
             self.decoder = None

@@ -63,19 +63,19 @@ class Head:
         target: Tensor,
         *,
         temperature: float,
-        notes: Tensor | None = None,
+        token_stats: Tensor | None = None,
         known: Known | None = None,
     ) -> Tensor:
         """``log_softmax(logits / temperature)[target]``, fp32 ``[S]``, differentiable. Not computed where
         they are ``known``.
 
-        ``notes`` ``[2, S]``, where given, is filled with whether the target is the most probable token, 1 or
-        0, and with the entropy of the distribution, in nats; what is ``known`` says nothing of these.
+        ``token_stats`` ``[2, S]``, where given, is filled with whether the target is the most probable token,
+        1 or 0, and with the entropy of the distribution, in nats; what is ``known`` says nothing of these.
         """
-        assert notes is None or known is None
+        assert token_stats is None or known is None
         weight, bias = self.projection.weight, self.projection.bias
         result: Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, target, self, temperature, notes, known
+            hidden, weight, bias, target, self, temperature, token_stats, known
         )
         return result
 
@@ -128,7 +128,7 @@ class _Logprobs(torch.autograd.Function):
         target: Tensor,
         head: Head,
         temperature: float,
-        notes: Tensor | None,
+        token_stats: Tensor | None,
         known: Known | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
@@ -143,14 +143,14 @@ class _Logprobs(torch.autograd.Function):
         kept = hidden.new_empty(count, vocabulary) if keep else None
         for rows in _chunks(count):
             raw = head.project(hidden[rows])
-            noted = None if notes is None else notes[:, rows]
+            stats = None if token_stats is None else token_stats[:, rows]
             _score(
                 raw,
                 target[rows],
                 out[rows],
                 head,
                 temperature,
-                noted,
+                stats,
                 kept=None if kept is None else kept[rows],
             )
         ctx.kept = kept
@@ -203,21 +203,21 @@ def _score(
     out: Tensor,
     head: Head,
     temperature: float,
-    notes: Tensor | None = None,
+    token_stats: Tensor | None = None,
     *,
     kept: Tensor | None,
 ) -> None:
-    """Writes the log-probs of ``target`` to ``out``, what `Head.logprobs` notes to ``notes`` if given, and d
-    logprob / d raw to ``kept`` if given (which may be ``raw`` itself)."""
+    """Writes the log-probs of ``target`` to ``out``, what `Head.logprobs` token_stats to ``token_stats`` if
+    given, and d logprob / d raw to ``kept`` if given (which may be ``raw`` itself)."""
     for start in range(0, raw.shape[0], TILE):
         rows = slice(start, start + TILE)
         tile = raw[rows]
         logprobs = head.finish(tile, temperature=temperature).log_softmax(-1)
         label = target[rows]
         out[rows] = logprobs.gather(1, label[:, None])[:, 0]
-        if notes is not None:
-            notes[0, rows] = (logprobs.argmax(-1) == label).float()
-            notes[1, rows] = -(logprobs.exp() * logprobs).nansum(-1)  # 0 * -inf where p is 0
+        if token_stats is not None:
+            token_stats[0, rows] = (logprobs.argmax(-1) == label).float()
+            token_stats[1, rows] = -(logprobs.exp() * logprobs).nansum(-1)  # 0 * -inf where p is 0
         if kept is not None:
             p = logprobs.exp_()
             kept[rows] = head.derivatives(tile, label, out[rows], p, temperature=temperature)

@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from razona.chat import chat_text, tokenizer_of
+from razona.data.chat import chat_text, tokenizer_of
 from razona.errors import ModelError
 from razona.models.lora import CONFIG, FOUND_BY, base_of, load_adapter
-from razona.models.multimodal import frozen_note, processor_in, set_dtype
+from razona.models.multimodal import frozen_notice, processor_in, set_dtype
 from razona.models.quant import (
     check_installed,
     check_quantized,
@@ -47,7 +47,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     name: str
-    notes: tuple[str, ...]
+    notices: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     processor: Any = None
 
@@ -91,48 +91,51 @@ def load(
             config, tokenizer = _config_and_tokenizer(source, trust_remote_code)
             processor = None if source.is_gguf else processor_in(source.path, tokenizer)
             how = _how(name, config, dtype, device, quantization, trust_remote_code)
-            notes = [*source.notes, *_no_dropout(config)]
+            notices = [*source.notices, *_no_dropout(config)]
             if source.is_gguf:
                 model = _load_gguf(source, config, how)
             else:
                 model, more = _load_safetensors(name, source, config, how)
-                notes += more
+                notices += more
         if how.quantized:
             return_freed(model)
     except ModelError:
         raise
     except Exception as error:  # the readers below raise what they like: SafetensorError, struct.error, ...
         raise ModelError(f"'{name}' ({source.path}) cannot be loaded: {error}") from error
-    return _ready(model.to(device), tokenizer, name, notes, processor)
+    return _ready(model.to(device), tokenizer, name, notices, processor)
 
 
-def hand_in(model: Any, tokenizer: Any, name: str = "handed in") -> LoadedModel:
+def from_model(model: Any, tokenizer: Any, name: str = "handed in") -> LoadedModel:
     """A transformers model or a `peft.PeftModel` that is there already, with all dropout off. ``tokenizer``
     may be a processor. ModelError for what is no decoder or has quantized weights.
     """
     _check_config(name, model.config)
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    notes = [*_no_dropout(model.config), *frozen_note(name, inner)]
-    return _ready(model, tokenizer_of(tokenizer), name, notes, tokenizer)
+    notices = [*_no_dropout(model.config), *frozen_notice(name, inner)]
+    return _ready(model, tokenizer_of(tokenizer), name, notices, tokenizer)
 
 
-def _ready(model: Any, tokenizer: Any, name: str, notes: Sequence[str], processor: Any) -> LoadedModel:
+def _ready(model: Any, tokenizer: Any, name: str, notices: Sequence[str], processor: Any) -> LoadedModel:
     """Dropout off, a pad token, the stop tokens known, 4-bit layers with the forward pass they have here."""
-    notes = [*notes, *made_ready(name, model.get_base_model() if hasattr(model, "peft_config") else model)]
+    notices = [
+        *notices,
+        *made_ready(name, model.get_base_model() if hasattr(model, "peft_config") else model),
+    ]
     dropouts = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
     if dropouts:
-        notes = [*notes, f"Dropout is off in every pass ({len(dropouts)} layers had {dropouts[0].p:g})."]
+        notices = [*notices, f"Dropout is off in every pass ({len(dropouts)} layers had {dropouts[0].p:g})."]
     for module in dropouts:
         module.p = 0.0
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     stops = stop_token_ids(model, tokenizer)
     if not stops:
-        notes = [
-            *notes,
+        notices = [
+            *notices,
             f"{name}: no token ends a completion; every one will have max_completion_length tokens.",
         ]
-    return LoadedModel(model.eval(), tokenizer, name, tuple(notes), stops, processor)
+    return LoadedModel(model.eval(), tokenizer, name, tuple(notices), stops, processor)
 
 
 def with_adapter(loaded: LoadedModel, name: str) -> LoadedModel:
@@ -150,8 +153,8 @@ def with_adapter(loaded: LoadedModel, name: str) -> LoadedModel:
         own = (source.path / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(str(source.path)) if own else loaded.tokenizer
     processor = processor_in(source.path, tokenizer, base=loaded.processor) if own else loaded.processor
-    notes = [*loaded.notes, f"{name}: a LoRA adapter on {loaded.name}."]
-    return _ready(wrapped, tokenizer, name, notes, processor)
+    notices = [*loaded.notices, f"{name}: a LoRA adapter on {loaded.name}."]
+    return _ready(wrapped, tokenizer, name, notices, processor)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
@@ -290,13 +293,13 @@ def _load_safetensors(name: str, source: Source, config: Any, how: _How) -> tupl
         )
     if multimodal or how.quantized:
         set_dtype(model, how.dtype, towers_as=declared)
-    notes = frozen_note(name, model)
+    notices = frozen_notice(name, model)
     unused = sorted(report["unexpected_keys"])
     if not unused:
-        return model, notes
+        return model, notices
     kind = type(model).__name__
     return model, [
-        *notes,
+        *notices,
         f"{name}: {len(unused)} weights in the file have no place in a {kind}, {unused[0]} for one.",
     ]
 

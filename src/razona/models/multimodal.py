@@ -53,7 +53,7 @@ def set_dtype(model: Any, dtype: torch.dtype, *, towers_as: torch.dtype | None =
                 parameter.data = cast
 
 
-def frozen_note(name: str, model: Any) -> list[str]:
+def frozen_notice(name: str, model: Any) -> list[str]:
     """A line about a multimodal model's other parts, where it has some."""
     others = towers(model)
     if not others:

@@ -33,12 +33,12 @@ class HubSilent(ModelError):
 
 @dataclass(frozen=True)
 class Source:
-    """A folder with config.json and safetensors, a LoRA adapter's folder, or a .gguf file; ``notes`` are
+    """A folder with config.json and safetensors, a LoRA adapter's folder, or a .gguf file; ``notices`` are
     lines to print.
     """
 
     path: Path
-    notes: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @property
     def is_gguf(self) -> bool:

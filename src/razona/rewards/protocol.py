@@ -243,7 +243,7 @@ def _number(value: Any, index: int) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise _Fault(f"returned {number}. Return a finite number, or None where it cannot judge", index)
+        raise _Fault(f"returned {number}. Return a finite number, or None where it cannot score", index)
     return number
 
 
@@ -290,15 +290,15 @@ def _culprit(
 def pass_reward(rewards: Sequence[BoundReward], name: str, *, option: str) -> BoundReward:
     """The reward function that says whether a completion is right: the one called ``name``, else the only
     one, else ``exact_answer``. ConfigError, naming ``option``, when it cannot be told."""
-    judges = {b.name: b for b in rewards if b.name != "soft_overlong"}  # which only punishes
+    scoring = {b.name: b for b in rewards if b.name != "soft_overlong"}  # which only punishes
     if not name:
-        name = next(iter(judges)) if len(judges) == 1 else "exact_answer"
+        name = next(iter(scoring)) if len(scoring) == 1 else "exact_answer"
         given = "none is named."
     else:
-        given = f"'{name}' is none of the reward functions.{nearest(name, judges)}"
-    if name in judges:
-        return judges[name]
+        given = f"'{name}' is none of the reward functions.{nearest(name, scoring)}"
+    if name in scoring:
+        return scoring[name]
     raise ConfigError(
         "Prompts are chosen by how often their completions are right, and which reward function says so? "
-        f"{given} Give --{option} one of: {', '.join(judges)}."
+        f"{given} Give --{option} one of: {', '.join(scoring)}."
     )

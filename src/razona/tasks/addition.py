@@ -45,9 +45,9 @@ def split(seed: int, *, demonstrations: int, held_out: int) -> tuple[list[tuple[
     chance = random.Random(seed)
     chance.shuffle(pairs)
     pairs = [pair if chance.random() < 0.5 else pair[::-1] for pair in pairs]
-    judged, others = pairs[:held_out], pairs[held_out:]
+    held_out_pairs, others = pairs[:held_out], pairs[held_out:]
     demonstrated = [pair for pair in others if not carries(*pair)][:demonstrations]
-    return demonstrated, judged, [pair for pair in others if pair not in set(demonstrated)]
+    return demonstrated, held_out_pairs, [pair for pair in others if pair not in set(demonstrated)]
 
 
 def constant_accuracy(pairs: list[tuple[int, int]]) -> float:

@@ -14,45 +14,40 @@ import torch
 
 from razona.advantages import total_rewards
 from razona.batch import collate, needed
+from razona.build.data import fitting_prompts, load_table
+from razona.build.header import describe
+from razona.build.model import load_model, make_engine, make_policy
+from razona.build.objective import make_evaluator, make_reference, objective_from, training_rewards
 from razona.config import GRPOConfig
 from razona.config.check import validate
-from razona.console import Console
 from razona.data import PromptSource, Rows
-from razona.difficulty import make_source, refilter
-from razona.evaluate import Evaluator, make_evaluator
-from razona.header import describe
-from razona.log import Phases, RunFolder, rollout_records
+from razona.errors import finite
 from razona.losses.weights import masked_sum
-from razona.metrics import UpdateMeter, completion_means, rollout_metrics
 from razona.models import LoadedModel
 from razona.models.quant import refuse_frozen
-from razona.objective import Objective, silent_where_flat, without_kl
-from razona.policy import Policy, Reference, finite
-from razona.progress import (
-    GO_ON,
-    FlatNote,
+from razona.objective import Objective, is_zero_at_zero_advantage, without_kl
+from razona.policy import Policy, Reference
+from razona.rewards import BoundReward, RewardSpec
+from razona.rollout.collect import collect
+from razona.rollout.difficulty import make_source, refilter
+from razona.rollout.dynamic_sampling import DynamicSampling, make_dynamic_sampling
+from razona.rollout.evaluate import Evaluator
+from razona.rollout.metrics import UpdateMeter, completion_means, rollout_metrics
+from razona.rollout.records import rollout_records
+from razona.run.console import Console
+from razona.run.folder import Phases, RunFolder
+from razona.run.progress import (
+    RESUME_HINT,
     Interrupt,
     OnStep,
     Progress,
+    ZeroStdNote,
     finish,
     keep_going,
     keeping_the_weights,
     open_run,
     restore,
     save_run,
-)
-from razona.refill import Refill, make_refill
-from razona.rewards import BoundReward, RewardSpec
-from razona.rollout import collect
-from razona.setup import (
-    fitting_prompts,
-    load_model,
-    load_table,
-    make_engine,
-    make_policy,
-    make_reference,
-    objective_from,
-    training_rewards,
 )
 from razona.tasks import with_task
 from razona.types import Engine, Prompt
@@ -72,7 +67,7 @@ class Parts:
     engine: Engine
     source: PromptSource[Prompt]
     rewards: Sequence[BoundReward]
-    refill: Refill | None
+    dynamic_sampling: DynamicSampling | None
     evaluator: Evaluator | None
     log: RunFolder
     progress: Progress
@@ -83,8 +78,8 @@ class Parts:
         state = {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
         if self.reference is not None and self.reference.refresh_every:
             state["reference"] = self.reference
-        if self.refill is not None:
-            state["refill"] = self.refill
+        if self.dynamic_sampling is not None:
+            state["dynamic_sampling"] = self.dynamic_sampling
         return state
 
 
@@ -93,9 +88,9 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
     policy, engine, reference, progress = parts.policy, parts.engine, parts.reference, parts.progress
     temperature, budget = config.sampling.temperature, config.tokens_per_microbatch
     several_updates = config.minibatches_per_rollout * config.epochs_per_rollout > 1
-    skip_flat = silent_where_flat(objective.loss_fn)
+    skip_zero_advantage = is_zero_at_zero_advantage(objective.loss_fn)
     metrics: dict[str, float] = {}
-    phases, flat_note = Phases(), FlatNote(console)
+    phases, zero_std_note = Phases(), ZeroStdNote(console)
 
     with (
         keeping_the_weights(parts.log, progress, policy),
@@ -106,8 +101,8 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             # Sample and score.
             engine.load_weights(policy, version=step)
             filtered = refilter(parts.source, engine, step, phases)  # prompts too easy or too hard by now
-            with policy.remembering(not several_updates):  # for the training pass below
-                groups, rewards, refilled = collect(
+            with policy.saving_activations(not several_updates):  # for the training pass below
+                groups, rewards, sampling_figures = collect(
                     engine,
                     parts.source,
                     parts.rewards,
@@ -117,7 +112,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     step=step,
                     reward_timeout=config.reward_timeout,
                     phases=phases,
-                    refill=parts.refill,
+                    dynamic_sampling=parts.dynamic_sampling,
                 )
             rollout = collate(groups, rewards, overlong_filter=objective.overlong_filter).to(policy.device)
 
@@ -138,7 +133,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 config.minibatches_per_rollout, epochs=config.epochs_per_rollout, seed=step
             ):
                 minibatch = minibatch.weighted(objective.weight_fn)  # counts of this optimizer update
-                if skip_flat and not measure_kl:
+                if skip_zero_advantage and not measure_kl:
                     minibatch = minibatch.with_signal()  # where every advantage is 0 the gradient is too
                 for micro in minibatch.split(budget):
                     with phases("train"):
@@ -164,7 +159,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
 
             # What happened, for people and for files.
             learning_rate = policy.learning_rate(policy.updates - 1)
-            sampled = filtered | rollout_metrics(groups, rewards, parts.rewards) | refilled
+            sampled = filtered | rollout_metrics(groups, rewards, parts.rewards) | sampling_figures
             metrics = sampled | meter.metrics() | {"lr": learning_rate}
             records = rollout_records(
                 step + 1,
@@ -177,7 +172,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 .tolist(),
             )
             if meter.tokens:
-                flat_note(step + 1, metrics)
+                zero_std_note(step + 1, metrics)
             else:
                 console.note(f"step {step + 1}: {NOTHING_TRAINED}")
             progress.step = step + 1
@@ -185,7 +180,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
             if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
                 with phases("eval"):
                     metrics |= parts.evaluator(engine)
-                progress.judge(metrics, config.eval.best_metric or "eval/reward")
+                progress.update_best(metrics, config.eval.best_metric or "eval/reward")
                 console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
             parts.log.log(step + 1, metrics)
             parts.log.log_rollouts(records)
@@ -218,14 +213,14 @@ def run(
     objective: Objective | None = None,
     model: LoadedModel | None = None,
     on_step: OnStep = keep_going,
-    go_on: str = GO_ON,
+    resume_hint: str = RESUME_HINT,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona grpo`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``reward_fns``
-    for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.hand_in`)
+    for ``config.rewards``, ``objective`` for ``config.objective``, ``model`` (see `razona.models.from_model`)
     for ``config.model.name``. ``dry_run`` stops before anything is written; ``on_step`` listens, and may stop
-    the run; ``go_on`` is what to say when the run was interrupted.
+    the run; ``resume_hint`` is what to say when the run was interrupted.
     """
     config = with_task(config, own_rewards=bool(reward_fns))
     validate(config, eval_rows=eval_rows is not None, objective=objective)
@@ -244,28 +239,30 @@ def run(
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
     objective = objective or objective_from(config)
-    refill = make_refill(config, objective, rewards, prompts)
-    trains_on = None if refill is None else refill.words
+    dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
+    trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
     header = describe(config, objective, policy, rewards, len(prompts), trains_on)
     console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
 
-    given = facts(loaded, (table, held_out), objective, rewards, evaluator)
+    given = fingerprint(loaded, (table, held_out), objective, rewards, evaluator)
     log = open_run(config, console, header=header, **given)
     reference, engine = (
         make_reference(config, objective, policy, log.path),
         make_engine(policy, loaded, console),
     )
-    parts = Parts(policy, reference, engine, source, rewards, refill, evaluator, log, Progress(), on_step)
+    parts = Parts(
+        policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, Progress(), on_step
+    )
     restore(parts.log, parts.state, console)
     try:
         result = train(config, objective, parts, console)
         policy.save(log.path / "model")
     finally:
         policy.release()
-    return finish(log, parts.progress, result, console, go_on=go_on)
+    return finish(log, parts.progress, result, console, resume_hint=resume_hint)
 
 
 def say(console: Console, *notices: str | None) -> None:
@@ -274,7 +271,7 @@ def say(console: Console, *notices: str | None) -> None:
         console.note(notice)
 
 
-def facts(
+def fingerprint(
     loaded: LoadedModel,
     tables: Sequence[Rows | None],
     objective: Objective,
@@ -282,13 +279,13 @@ def facts(
     evaluator: Evaluator | None,
 ) -> dict[str, Any]:
     """What may have been given from Python, as far as it can be written down and compared on resume."""
-    judges = evaluator.rewards if evaluator else ()
+    held_out_rewards = evaluator.rewards if evaluator else ()
     return {
         "model": loaded.name,
         "data_fingerprint": "+".join(rows.fingerprint for rows in tables if rows is not None),
-        "objective": objective.facts,
+        "objective": objective.fingerprint,
         "rewards": {b.name: b.weight for b in rewards},
-        "eval_rewards": {b.name: b.weight for b in judges},
+        "eval_rewards": {b.name: b.weight for b in held_out_rewards},
     }
 
 

@@ -9,19 +9,22 @@ from typing import Any
 import torch
 
 from razona.batch import collate_demonstrations, needed
+from razona.build.data import overlap_notice, refuse_gold
+from razona.build.model import load_model, make_policy, max_context
 from razona.config import SFTConfig
 from razona.config.check import validate
-from razona.console import Console
 from razona.data import Demonstration, DemonstrationSet, PromptSource, Rows, build_demonstrations, load_rows
-from razona.evaluate import LossEvaluator
-from razona.log import Phases, RunFolder
+from razona.errors import finite
 from razona.losses.supervised import negative_log_likelihood
 from razona.losses.weights import masked_sum, per_token
 from razona.models import LoadedModel
 from razona.models.quant import refuse_frozen
-from razona.policy import Policy, finite
-from razona.progress import (
-    GO_ON,
+from razona.policy import Policy
+from razona.rollout.evaluate import LossEvaluator
+from razona.run.console import Console
+from razona.run.folder import Phases, RunFolder
+from razona.run.progress import (
+    RESUME_HINT,
     Interrupt,
     OnStep,
     Progress,
@@ -32,7 +35,6 @@ from razona.progress import (
     restore,
     save_run,
 )
-from razona.setup import load_model, make_policy, max_context, overlap_note, refuse_gold
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
                 with phases("eval"):
                     metrics |= parts.evaluator(policy)
                 best = config.eval.best_metric
-                progress.judge(metrics, best, lower=best == "eval/loss")
+                progress.update_best(metrics, best, lower=best == "eval/loss")
             parts.log.log(step + 1, metrics)
             # Asked once: what stops here is saved here.
             stopping = parts.on_step(step + 1, metrics, ()) or last or interrupt.wanted
@@ -93,17 +95,17 @@ def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dic
     micro-batches. NotFinite, and no update, when loss or gradient are not finite.
     """
     batch = collate_demonstrations([(row.token_ids, row.loss_mask) for row in rows]).to(policy.device)
-    total, noted = 0.0, torch.zeros(2, device=policy.device)
+    total, totals = 0.0, torch.zeros(2, device=policy.device)
     for micro in batch.weighted(per_token).split(budget):
-        notes = torch.zeros(2, *micro.loss_mask.shape, device=policy.device)
-        logprobs = policy.logprobs(micro, temperature=1.0, notes=notes)  # [b, T]
+        token_stats = torch.zeros(2, *micro.loss_mask.shape, device=policy.device)
+        logprobs = policy.logprobs(micro, temperature=1.0, token_stats=token_stats)  # [b, T]
         loss = masked_sum(negative_log_likelihood(logprobs, micro.loss_mask), needed(micro.weights))
         loss.backward()
         total += loss.item()
-        noted += notes.sum((1, 2))
+        totals += token_stats.sum((1, 2))
     finite("loss", total)
     norm = finite("gradient norm", policy.update())
-    accuracy, entropy = (noted / batch.num_tokens).tolist()
+    accuracy, entropy = (totals / batch.num_tokens).tolist()
     return {
         "loss": total,
         "grad_norm": norm,
@@ -123,13 +125,13 @@ def run(
     eval_rows: Any = None,
     model: LoadedModel | None = None,
     on_step: OnStep = keep_going,
-    go_on: str = GO_ON,
+    resume_hint: str = RESUME_HINT,
 ) -> dict[str, Any]:
     """Builds the parts that ``config`` asks for and trains: `razona sft`, and the one call from Python.
 
     ``rows`` and ``eval_rows`` stand in for the paths (a list of dicts, a `datasets.Dataset`), ``model`` (see
-    `razona.models.hand_in`) for ``config.model.name``. ``dry_run`` stops before anything is written;
-    ``on_step`` listens, and may stop the run; ``go_on`` is what to say when the run was interrupted.
+    `razona.models.from_model`) for ``config.model.name``. ``dry_run`` stops before anything is written;
+    ``on_step`` listens, and may stop the run; ``resume_hint`` is what to say when the run was interrupted.
     """
     validate(config, eval_rows=eval_rows is not None)
     refuse_gold(config.data)
@@ -160,7 +162,7 @@ def run(
         policy.save(log.path / "model")
     finally:
         policy.release()
-    return finish(log, parts.progress, result, console, go_on=go_on)
+    return finish(log, parts.progress, result, console, resume_hint=resume_hint)
 
 
 def fitting_demonstrations(
@@ -191,7 +193,7 @@ def make_evaluator(
     if rows is None:
         return None
     held_out = fitting_demonstrations(rows, loaded, config, console).demonstrations
-    if overlap := overlap_note(training, held_out):
+    if overlap := overlap_notice(training, held_out):
         console.note(overlap)
     return LossEvaluator(held_out, budget=config.tokens_per_microbatch)
 

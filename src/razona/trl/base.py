@@ -16,21 +16,21 @@ from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from razona.card import model_card
-from razona.checkpoint import newest_checkpoint
-from razona.console import Console
+from razona.commands.push import CARD, open_repo, upload
 from razona.errors import CheckpointError, ConfigError
 from razona.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from razona.models.quant import write_record
 from razona.models.save import declare_widest
-from razona.push import CARD, open_repo, upload
+from razona.report.card import model_card
+from razona.run.checkpoint import newest_checkpoint
+from razona.run.console import Console
 from razona.trl.args import Arguments
 from razona.trl.checks import INSTEAD
 from razona.trl.figures import eval_figures, mean_of, training_figures
 from razona.trl.model import given_model
 from razona.trl.translate import every
 
-GO_ON = "go on with: trainer.train(resume_from_checkpoint=True)"
+RESUME_HINT = "Resume with: trainer.train(resume_from_checkpoint=True)"
 EVENTS_ASKED = ("should_save", "should_evaluate", "should_log", "should_epoch_stop")
 
 
@@ -56,7 +56,7 @@ class Trainer:
             callback() if isinstance(callback, type) else callback for callback in callbacks or ()
         ]
         loaded = given_model(model, processing_class, args, peft_config, self.console)
-        self._loaded = replace(loaded, notes=())  # they are said, and need not be again in every run
+        self._loaded = replace(loaded, notices=())  # they are said, and need not be again in every run
         self._unlogged: list[dict[str, float]] = []
         self._losses: list[dict[str, float]] = []
         self._emit("on_init_end")
@@ -146,7 +146,7 @@ class Trainer:
         (folder / CARD).write_text(self._card(folder, name, dataset_name, tags), encoding="utf-8")
 
     def _repo(self) -> dict[str, Any]:
-        """Where an upload goes, as options of `razona.push`."""
+        """Where an upload goes, as options of `razona.commands.push`."""
         args = self.args
         name = args.hub_model_id or Path(args.output_dir).absolute().name
         return {
@@ -248,7 +248,7 @@ class Trainer:
         if evaluated := eval_figures(metrics):
             self._log(evaluated)
             self._emit("on_evaluate", metrics=evaluated)
-            self._judge(evaluated)
+            self._update_best(evaluated)
 
     def _extra_figures(self, step: int) -> dict[str, float]:
         """Figures that are not the loop's."""
@@ -265,7 +265,7 @@ class Trainer:
         self.state.log_history.append(entry)
         self._emit("on_log", logs=dict(figures))
 
-    def _judge(self, evaluated: Mapping[str, float]) -> None:
+    def _update_best(self, evaluated: Mapping[str, float]) -> None:
         """Remembers the best evaluation, as the run does."""
         metric = self.args.metric_for_best_model
         if metric is None:

@@ -12,7 +12,7 @@ INSTEAD = {
     "accelerator": "there is one process; what accelerator.print would print is printed by print",
     "tokenizer": "it is called processing_class, as in TRL",
     "hub_model_id": "push_to_hub() prints where the model is, and returns it",
-    "predict": "razona.generate and razona eval sample and score",
+    "predict": "razona.commands.generate and razona eval sample and score",
     "ref_model": "the reference is the trained model with other weights (docs/run-folder.md)",
 }
 """Attributes that scripts for TRL may ask for, and what there is."""

@@ -79,13 +79,13 @@ def _of_completions(records: Sequence[Record]) -> dict[str, float]:
     }
     for name in records[0]["rewards"]:
         values = [record["rewards"][name] for record in records]
-        judged = [value for value in values if not math.isnan(value)]
-        figures[f"rewards/{name}/mean"] = sum(judged) / len(judged) if judged else math.nan
+        scored = [value for value in values if not math.isnan(value)]
+        figures[f"rewards/{name}/mean"] = sum(scored) / len(scored) if scored else math.nan
         figures[f"rewards/{name}/std"] = _std(values)
     return figures
 
 
 def _std(values: Iterable[float]) -> float:
     """Sample deviation over all completions of the step, as TRL has it, abstentions left out."""
-    judged = [value for value in values if not math.isnan(value)]
-    return statistics.stdev(judged) if len(judged) > 1 else math.nan
+    scored = [value for value in values if not math.isnan(value)]
+    return statistics.stdev(scored) if len(scored) > 1 else math.nan

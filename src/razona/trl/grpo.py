@@ -10,20 +10,20 @@ from typing import Any
 
 from transformers.trainer_utils import TrainOutput
 
+from razona.build.model import make_engine, make_policy
+from razona.build.objective import make_evaluator
 from razona.config import ModelConfig
-from razona.console import Console
 from razona.data import load_rows
 from razona.errors import ConfigError, DataError
-from razona.evaluate import make_evaluator
-from razona.log import json_line
-from razona.setup import make_engine, make_policy
+from razona.run.console import Console
+from razona.run.folder import json_line
 from razona.train import grpo
 from razona.trl.args import GRPOConfig, updates_per_rollout
-from razona.trl.base import GO_ON, Trainer
+from razona.trl.base import RESUME_HINT, Trainer
 from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
-from razona.trl.rewards import Notes, reward_functions
+from razona.trl.rewards import RewardLogs, reward_functions
 from razona.trl.translate import grpo_config
 
 REFUSED = {
@@ -77,11 +77,11 @@ class GRPOTrainer(Trainer):
             peft_config=peft_config,
             console=console,
         )
-        self._notes = Notes()
+        self._reward_logs = RewardLogs()
         self.reward_funcs = reward_functions(
             reward_funcs,
             reward_processing_classes,
-            self._notes,
+            self._reward_logs,
             lambda: self.state,
             device=self.model.device,
         )
@@ -92,7 +92,7 @@ class GRPOTrainer(Trainer):
         resume = self._resuming(resume_from_checkpoint)
         config = self._config(resume=resume)
         self.console.print(f"razona.trl: {self.args!r}, and the rest as in TRL {TRL_VERSION}")
-        self._notes.pop()
+        self._reward_logs.pop()
         return self._train(
             config,
             lambda: grpo.run(
@@ -103,7 +103,7 @@ class GRPOTrainer(Trainer):
                 reward_fns=self.reward_funcs,
                 model=self._loaded,
                 on_step=self._on_step,
-                go_on=GO_ON,
+                resume_hint=RESUME_HINT,
             ),
             num_rows=len(self.train_dataset),
             per_step=updates_per_rollout(self.args),
@@ -133,7 +133,7 @@ class GRPOTrainer(Trainer):
             )
         finally:
             policy.release()
-        self._notes.pop()
+        self._reward_logs.pop()
         self._log(figures)
         self._emit("on_evaluate", metrics=figures)
         return figures
@@ -149,7 +149,7 @@ class GRPOTrainer(Trainer):
         return replace(config, model=model)
 
     def _extra_figures(self, step: int) -> dict[str, float]:
-        metrics, extra = self._notes.pop()
+        metrics, extra = self._reward_logs.pop()
         if extra:
             with (Path(self.args.output_dir) / "run" / "extra.jsonl").open("ab") as file:
                 file.write(json_line({"step": step, **extra}))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from razona.build.model import load_model, or_bundled
 from razona.config import LoRAConfig
-from razona.console import Console
 from razona.errors import ConfigError, ModelError
-from razona.models import LoadedModel, hand_in
-from razona.setup import load_model, or_bundled
+from razona.models import LoadedModel, from_model
+from razona.run.console import Console
 from razona.trl.args import Arguments
 from razona.trl.translate import model_config
 
@@ -24,7 +24,7 @@ def given_model(
         loaded = or_bundled(
             lambda name: load_model(replace(config, name=name), console, **lora), config.name, console
         )
-        return loaded if processing_class is None else hand_in(loaded.model, processing_class, loaded.name)
+        return loaded if processing_class is None else from_model(loaded.model, processing_class, loaded.name)
     name = str(getattr(model.config, "_name_or_path", "") or "handed in")
     if processing_class is None:
         from transformers import AutoTokenizer
@@ -37,7 +37,7 @@ def given_model(
                 f"'{name}'. Pass processing_class=tokenizer."
             ) from error
     return load_model(
-        config, console, given=hand_in(model, processing_class, name), **_lora(peft_config, args)
+        config, console, given=from_model(model, processing_class, name), **_lora(peft_config, args)
     )
 
 

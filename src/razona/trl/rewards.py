@@ -15,9 +15,9 @@ from razona.rewards.calling import is_async
 OFFERED = ("trainer_state", "log_metric", "log_extra")
 
 
-class Notes:
-    """What reward functions noted in the present step by ``log_metric`` and ``log_extra``: of each function's
-    first call, which is that for training; a held-out evaluation may follow.
+class RewardLogs:
+    """What reward functions logged in the present step by ``log_metric`` and ``log_extra``: of each
+    function's first call, which is that for training; a held-out evaluation may follow.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Notes:
 
 
 def listening(
-    function: Callable[..., Any], number: int, notes: Notes, state: Callable[[], Any]
+    function: Callable[..., Any], number: int, logs: RewardLogs, state: Callable[[], Any]
 ) -> Callable[..., Any]:
     """``function`` with TRL's ``trainer_state``, ``log_metric`` and ``log_extra``, where it takes them."""
     try:
@@ -58,7 +58,7 @@ def listening(
         return function
 
     def offered() -> dict[str, Any]:
-        everything = {"trainer_state": state(), **notes.offer(number)}
+        everything = {"trainer_state": state(), **logs.offer(number)}
         return {name: everything[name] for name in taken}
 
     def call(**columns: Any) -> Any:
@@ -77,7 +77,7 @@ def listening(
 
 
 def reward_functions(
-    reward_funcs: Any, processing_classes: Any, notes: Notes, state: Callable[[], Any], *, device: Any
+    reward_funcs: Any, processing_classes: Any, logs: RewardLogs, state: Callable[[], Any], *, device: Any
 ) -> list[Callable[..., Any]]:
     """``reward_funcs``, one or several, as functions: a name or a model becomes one that scores."""
     given = (
@@ -97,7 +97,7 @@ def reward_functions(
     return [
         ModelReward(reward, tokenizer, device)
         if isinstance(reward, (str, torch.nn.Module))
-        else listening(reward, number, notes, state)
+        else listening(reward, number, logs, state)
         for number, (reward, tokenizer) in enumerate(zip(given, tokenizers, strict=True))
     ]
 

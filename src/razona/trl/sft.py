@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers.trainer_utils import TrainOutput
 
+from razona.build.model import make_policy
 from razona.config import SFTConfig as Config
-from razona.console import Console
 from razona.data import load_rows
 from razona.errors import DataError
-from razona.setup import make_policy
+from razona.run.console import Console
 from razona.train import sft
 from razona.trl.args import SFTConfig
-from razona.trl.base import GO_ON, Trainer
+from razona.trl.base import RESUME_HINT, Trainer
 from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
@@ -82,7 +82,7 @@ class SFTTrainer(Trainer):
                 eval_rows=self.eval_dataset if self.args.eval_strategy != "no" else None,
                 model=self._loaded,
                 on_step=self._on_step,
-                go_on=GO_ON,
+                resume_hint=RESUME_HINT,
             ),
             num_rows=len(self.train_dataset),
             per_step=1,

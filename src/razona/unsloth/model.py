@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from razona.card import model_card
+from razona.build.model import choose_device, max_context, or_bundled
+from razona.commands.push import upload
 from razona.config import BUNDLED_MODEL, LoRAConfig
-from razona.console import Console
 from razona.errors import ConfigError
 from razona.models import LoadedModel, attach, load, save
+from razona.models.attention import use_plain_attention
 from razona.models.lora import load_adapter, unwrap
 from razona.models.multimodal import towers
 from razona.models.quant import NF4, plain_copy, write_record
-from razona.models.scorer import use_plain_attention
-from razona.push import upload
-from razona.setup import choose_device, max_context, or_bundled
+from razona.report.card import model_card
+from razona.run.console import Console
 from razona.unsloth.arguments import ADAPTING, LOADING, SAVING, check
 
 DTYPES = {"None": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -70,7 +70,7 @@ class FastLanguageModel:
             model_name,
             console,
         )
-        for note in loaded.notes:
+        for note in loaded.notices:
             console.note(note)
         _bound(loaded, max_seq_length)
         return _with_methods(loaded.model, loaded), loaded.tokenizer

@@ -1,0 +1,1 @@
+"""One file is one command of the command line."""

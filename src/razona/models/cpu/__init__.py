@@ -1,0 +1,1 @@
+"""What makes a CPU fast, behind one interface."""

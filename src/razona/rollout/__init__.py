@@ -1,0 +1,1 @@
+"""Sampling and scoring: groups, their rewards, dynamic sampling, difficulty, metrics, evaluation."""

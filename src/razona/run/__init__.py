@@ -1,0 +1,1 @@
+"""What every loop shares, and no model: console, run folder, checkpoints, progress, steps."""
