@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from razona.batch import Batch, collate, collate_demonstrations
+from razona.batch import Batch, collate, collate_demonstrations, needed
 from razona.losses.weights import fixed_length, masked_sum, per_sequence, per_token
 from razona.types import Completion, Group, Prompt
 
@@ -71,7 +71,9 @@ def check_tensors(batch: Batch) -> None:
     assert (batch.token_ids[~inside] == 0).all() and not batch.loss_mask[~inside].any()
     assert list(batch.group_of) == sorted(batch.group_of)
     assert sorted(set(batch.group_of)) == list(range(len(batch.prompts)))
-    assert len(batch.kv_lengths) == len(batch.prompts)
+    assert batch.sampled is not None
+    assert len(batch.sampled.kv_lengths) == len(batch.sampled.activations) == len(batch.prompts)
+    assert batch.sampled.logprobs.shape == batch.token_ids.shape and len(batch.sampled.members) == len(batch)
 
 
 @given(batches(), st.integers(1, 60))
@@ -159,7 +161,7 @@ def test_the_flat_row_against_a_literal_loop(batch: Batch) -> None:
     for group, span in enumerate(row.spans):
         assert owners[span.start] == (group, None)
         assert span.prompt_length == len(batch.prompts[group])
-        assert span.kv_length == batch.kv_lengths[group] == 64 * (group + 1)
+        assert span.kv_length == needed(batch.sampled).kv_lengths[group] == 64 * (group + 1)
         assert sum(span.lengths) == sum(1 for owner, c in owners if owner == group and c is not None)
 
 
@@ -237,9 +239,9 @@ def test_collate_pads_on_the_right_and_trains_every_token() -> None:
     batch = collate([group], rewards)
     assert batch.token_ids.tolist() == [[1, 2, 3], [0, 0, 0]]
     assert batch.loss_mask.tolist() == [[True, True, True], [True, False, False]]
-    assert batch.sampler_logprobs is not None
     assert batch.sampler_logprobs.tolist() == [[-1, -2, -3], [-4, 0, 0]]
-    assert (len(batch), batch.num_tokens, batch.kv_lengths, batch.group_of) == (2, 4, (64,), (0, 0))
+    assert batch.sampled is not None and batch.sampled.kv_lengths == (64,) and batch.sampled.members == (0, 1)
+    assert (len(batch), batch.num_tokens, batch.group_of) == (2, 4, (0, 0))
     assert batch.rewards is rewards and batch.select([0]).rewards is None
 
 
@@ -251,7 +253,6 @@ def test_the_overlong_filter_trains_no_token_of_a_completion_that_was_cut_off() 
     group = Group(Prompt(0, "", (1,), {}), completions)
     batch = collate([group], rewards, overlong_filter=True)
     assert batch.loss_mask.tolist() == [[False, False], [True, True], [False, False]]
-    assert batch.sampler_logprobs is not None
     assert batch.sampler_logprobs.tolist() == [[0, 0], [-1, -2], [0, 0]]
     assert batch.lengths == (2, 2, 2) and batch.rewards is rewards and batch.num_tokens == 2
     assert batch.weighted(per_sequence).weights.sum() == pytest.approx(1 / 3)  # type: ignore[union-attr]
