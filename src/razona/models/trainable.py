@@ -47,8 +47,8 @@ class Trainable:
         self.gradient_checkpointing = gradient_checkpointing
         self.updates = 0
         idle = [*towers(model).values(), *(_head_alone(model) if readout is not None else [])]
-        self._frozen = [p for p in idle if p.requires_grad]
-        for parameter in self._frozen:
+        self._frozen = [(p, p.data) for p in idle if p.requires_grad]
+        for parameter, _ in self._frozen:
             parameter.requires_grad_(False)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         own = {} if readout is None else dict(readout.to(model.device).named_parameters())
@@ -90,8 +90,10 @@ class Trainable:
             unfollow(parameter, hook)
         for parameter, master in zip(self.compute, self.masters, strict=True):
             parameter.data = master.data
-        for parameter in self._frozen:
+        for parameter, data in self._frozen:
             parameter.requires_grad_(True)
+            if self.masters is not self.compute:
+                parameter.data = data  # as it was before the cast
         use_plain_attention(self.model)
 
     @property
