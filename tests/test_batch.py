@@ -345,3 +345,10 @@ def test_a_demonstration_of_one_token_trains_nothing() -> None:
     row = batch.flat()
     assert row.token_ids.tolist() == [[5, 6, 7]] and row.source.tolist() == [1] and row.target.tolist() == [7]
     assert row.ends.tolist() == [0, 2]  # nothing after the prompt: the prompt's last token
+
+
+def test_an_empty_completion_ends_with_its_prompt() -> None:
+    ids = torch.tensor([[7, 8], [0, 0], [9, 0]])
+    batch = Batch(prompts=((5, 6),), group_of=(0, 0, 0), lengths=(2, 0, 1), token_ids=ids, loss_mask=ids > 0)
+    for row in (batch.flat(), batch.full_rows()):
+        assert row.token_ids.flatten()[row.ends].tolist() == [8, 6, 9]

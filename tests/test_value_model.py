@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from test_flat import BATCHES, assert_same_gradients, gradients, rollout
+from test_flat import BATCHES, assert_same_gradients, gradients, other_model, rollout
 from test_policy import same_bits
 from tiny_models import tiny_config, tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -221,8 +221,25 @@ def test_a_lora_value_model_trains_adapter_and_head_alone() -> None:
     assert all(torch.equal(p, base[name]) for name, p in wrapped.named_parameters() if name in base)
 
 
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+def test_other_mixers_have_values_too(kind: str) -> None:
+    """Full padded rows: neither padding nor micro-batches show."""
+    batch, plain = rollout(), other_model(kind)
+    with torch.no_grad():
+        expected, ends = literal(plain, batch, head())
+    model = ValueModel(plain, optimizer=ADAM, precision="fp32", score=head())
+    assert isinstance(model.scorer, FullRowScorer)
+    torch.testing.assert_close(model.values(batch), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.scores(batch), ends, atol=1e-5, rtol=1e-5)
+    whole = named_gradients(model, model.scores(batch).square().sum())
+    parts = [model.scores(part).square().sum() for part in batch.split(20)]
+    assert_same_gradients(named_gradients(model, torch.stack(parts).sum()), whole, 1e-5)
+
+
 def reward_model(model: Any, **options: Any) -> RewardModel:
-    return RewardModel(model, tiny_tokenizer(), optimizer=ADAM, score=head(), **options)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token  # as `load` leaves one that has none
+    return RewardModel(model, tokenizer, optimizer=ADAM, score=head(), **options)
 
 
 @torch.no_grad()
