@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import errno
 import io
-import os
-import pty
-import signal
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import command, prepare, start, wait_for_a_step
+from test_resume import command, prepare
 from tiny_runs import contents, grpo_config, lines, model_folder, run_grpo, run_sft, sft_config, varied
 
 from razona.cli import main
 from razona.config import EvalConfig, GRPOConfig, RunConfig
 from razona.errors import NotFinite, RazonaError, RewardError
-from razona.run.checkpoint import newest_checkpoint
 from razona.run.console import Console
 from razona.run.folder import RunFolder
-from razona.run.signals import Signalled, Signals
+from razona.run.signals import Signalled
 from razona.run.steps import Steps, keep_going, running
 
 
@@ -307,95 +301,4 @@ def test_a_reward_that_exits_is_refused_by_the_command(
     assert main(command(3)) == 2
     said = capsys.readouterr().err
     assert "'varied' raised SystemExit: 0. It may not end the program" in said and "Resume with: the" in said
-    assert (folder / "run/model/model.safetensors").exists()
-
-
-# Signals.
-
-
-def test_only_the_main_thread_has_signals() -> None:
-    def elsewhere() -> None:
-        with Signals(Console(file=io.StringIO())):
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    found: list[Any] = []
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
-
-
-def test_what_nohup_ignores_stays_ignored() -> None:
-    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Signals(Console(file=io.StringIO())) as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.received is None
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert signals.received == "SIGTERM"
-            with pytest.raises(Signalled) as caught:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1)
-            assert caught.value.name == "SIGINT"
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, former)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_step_and_saves(
-    model: Path, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    folder = tmp_path / "work"
-    prepare(folder, model, seconds=0.2)
-    process = start(folder, 100_000)
-    wait_for_a_step(process)
-    process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == code, printed
-    assert f"{number.name}: finishing this step" in printed and f"stopped by {number.name} after" in printed
-    assert "Resume with: the same command and --run.resume" in printed
-    steps = lines(folder / "run/metrics.jsonl")[-1]["step"]
-    newest, notices = newest_checkpoint(folder / "run/checkpoints")
-    assert newest is not None and newest.name == f"step-{steps:06d}" and not notices
-    assert (folder / "run/model/model.safetensors").exists()
-
-
-STUCK = EXITS.replace("sys.exit(0)", "time.sleep(60)").replace("import sys", "import time")
-
-
-def test_a_second_signal_stops_at_once(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "work"
-    prepare(folder, model, seconds=0)
-    (folder / "mine.py").write_text(STUCK)
-    process = start(folder, 100_000)
-    wait_for_a_step(process)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None and "SIGTERM: finishing" in process.stdout.readline()
-    started = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
-    assert time.monotonic() - started < 30 and process.returncode == 143, printed
-    assert "interrupted by SIGTERM." in printed and (folder / "run/model/model.safetensors").exists()
-    if sys.version_info >= (3, 11):
-        assert "step 2: The weights before it are in" in printed and "Resume with: the same" in printed
-
-
-def test_a_terminal_that_closes(model: Path, tmp_path: Path) -> None:
-    """SIGHUP comes, and nothing can be printed any more: the run is saved all the same."""
-    folder = tmp_path / "work"
-    prepare(folder, model, seconds=0.2)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.execve(sys.executable, [sys.executable, "-m", "razona", *command(100_000)], dict(os.environ))
-    said = b""
-    while b"step      1" not in said:
-        said += os.read(terminal, 4096)
-    os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFEXITED(status), status
-    steps = lines(folder / "run/metrics.jsonl")[-1]["step"]
-    newest, _ = newest_checkpoint(folder / "run/checkpoints")
-    assert newest is not None and newest.name == f"step-{steps:06d}" and steps < 100_000
     assert (folder / "run/model/model.safetensors").exists()
