@@ -26,6 +26,7 @@ calls = []
 def varied(completion_ids):
     calls.append(1)
     if len(calls) > 1:
+        print("stuck", flush=True)
         time.sleep(60)
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 """
@@ -89,9 +90,9 @@ def test_a_second_signal_stops_at_once(model: Path, tmp_path: Path) -> None:
     prepare(folder, model, seconds=0)
     (folder / "mine.py").write_text(STUCK)
     process = start(folder, 100_000)
-    wait_for_a_step(process)
+    assert process.stdout is not None and any(line == "stuck\n" for line in process.stdout)
     process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None and any("SIGTERM: finishing" in line for line in process.stdout)
+    assert "SIGTERM: finishing" in process.stdout.readline()
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
