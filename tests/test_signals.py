@@ -66,18 +66,15 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, former)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_step_and_saves(
-    model: Path, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_ends_the_step_and_saves(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     prepare(folder, model, seconds=0.2)
     process = start(folder, 200)
     wait_for_a_step(process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
-    assert process.returncode == code, printed
-    assert f"{number.name}: finishing this step" in printed and f"stopped by {number.name} after" in printed
+    assert process.returncode == 143, printed
+    assert "SIGTERM: finishing this step" in printed and "stopped by SIGTERM after" in printed
     assert "Resume with: the same command and --run.resume" in printed
     steps = lines(folder / "run/metrics.jsonl")[-1]["step"]
     newest, notices = newest_checkpoint(folder / "run/checkpoints")
