@@ -224,6 +224,7 @@ class _Wave:
             source=torch.empty(0),
             target=torch.empty(0),
             scored=torch.empty(0),
+            ends=torch.empty(0),
         )
         if row.token_ids.shape[1] == 1:  # as above: never a single row
             row = replace(

@@ -129,7 +129,7 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                             logprobs, old, needed(micro.advantages), micro.loss_mask
                         )
                         token_loss = token_loss * objective.importance_fn(
-                            old, needed(micro.sampler_logprobs), micro.loss_mask
+                            old, micro.sampler_logprobs, micro.loss_mask
                         )  # 1, unless the objective corrects for a sampler that is not quite the trainer
                         if objective.kl_coef:
                             kl = objective.kl_fn(logprobs, needed(micro.ref_logprobs), old, micro.loss_mask)
