@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from razona.errors import ConfigError
-from razona.trl.args import Arguments
+from razona.trl.arguments import Arguments
 
 INSTEAD = {
     "accelerator": "there is one process; what accelerator.print would print is printed by print",

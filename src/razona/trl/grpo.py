@@ -18,8 +18,9 @@ from razona.errors import ConfigError, DataError
 from razona.run.console import Console
 from razona.run.folder import json_line
 from razona.train import grpo
-from razona.trl.args import GRPOConfig, updates_per_rollout
+from razona.trl.args import GRPOConfig
 from razona.trl.base import RESUME_HINT, Trainer
+from razona.trl.batch_sizes import updates_per_rollout
 from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
