@@ -69,7 +69,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[known] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[known]
         raise RewardError(
             f"{path} cannot be run: {type(error).__name__}: {error}. Run it with python to see more."
@@ -81,7 +81,7 @@ def _from_package(name: str) -> ModuleType:
     _reach(Path.cwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"The module {name!r} cannot be imported: {type(error).__name__}: {error}. "
             "A file is written with its ending: path/to/file.py:function."
