@@ -126,6 +126,13 @@ def test_loops_never_import_each_other() -> None:
             assert not wrong, f"{name} imports {wrong}: a helper of two loops belongs on a lower floor"
 
 
+def test_what_loops_share_knows_no_model() -> None:
+    for name, others in imported_files().items():
+        if room(name) == "run":
+            wrong = sorted(o for o in others if room(o) in ("models", "policy", "engines"))
+            assert not wrong, f"{name} imports {wrong}: give it a value or a function instead"
+
+
 def test_few_files_lie_at_the_root() -> None:
     there = sorted(path.name for path in SRC.glob("*.py"))
     assert len(there) <= MAX_ROOT_FILES, f"{len(there)} files: {', '.join(there)}. Give some a room"

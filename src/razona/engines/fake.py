@@ -17,6 +17,9 @@ from razona.types import Completion, Group, Prompt, Sampling
 class FakeEngine:
     """Draws tokens from ``softmax(logits)``, whatever the prompt; a token's text is ``words[token]``."""
 
+    description = "draws from one fixed distribution, without a model"
+    exactness = "there is no trainer to compare with"
+
     def __init__(
         self, words: Sequence[str], *, stop_token_ids: Sequence[int], logits: Sequence[float] | None = None
     ) -> None:
