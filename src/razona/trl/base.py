@@ -73,10 +73,10 @@ class Trainer:
 
     def remove_callback(self, callback: Any) -> None:
         """Takes one away again: the object, or every one of the class."""
-        kept = [c for c in self.callbacks if c is not callback and type(c) is not callback]
-        if len(kept) == len(self.callbacks):
+        others = [c for c in self.callbacks if c is not callback and type(c) is not callback]
+        if len(others) == len(self.callbacks):
             raise ConfigError(f"there is no callback {callback!r} to remove.")
-        self.callbacks = kept
+        self.callbacks = others
 
     def log(self, logs: Mapping[str, float]) -> None:
         """One more entry in ``state.log_history``; callbacks hear it."""
@@ -165,7 +165,7 @@ class Trainer:
             dataset=dataset_name or "", name=self._loaded.name,
         )  # fmt: skip
 
-    # What a run tells.
+    # The course of a run.
 
     def _train(
         self,
@@ -220,7 +220,7 @@ class Trainer:
             self._first = False
             self._replay(step)
         self._saved()
-        self._note(step, metrics, records)
+        self._log_step(step, metrics, records)
         ends = step == self._steps or self.control.should_training_stop
         if ends or step % self._per_epoch == 0:
             self._emit("on_epoch_end")
@@ -231,7 +231,9 @@ class Trainer:
             self._emit("on_step_begin")
         return bool(self.control.should_training_stop)
 
-    def _note(self, step: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]) -> None:
+    def _log_step(
+        self, step: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]
+    ) -> None:
         """One step in the log."""
         self.state.global_step, self.state.epoch = step * self._per_step, step / self._per_epoch
         self._losses.append({"loss": metrics["loss"]})
@@ -281,7 +283,7 @@ class Trainer:
         """On resume, the log of the steps before ``step``, without events."""
         callbacks, self.callbacks = self.callbacks, []
         for number, metrics, records in logged_steps(self._run_folder, before=step):
-            self._note(number, metrics, records)
+            self._log_step(number, metrics, records)
         self.callbacks = callbacks
 
     @property

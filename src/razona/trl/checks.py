@@ -42,7 +42,7 @@ def check_evaluation(args: Arguments, eval_dataset: Any) -> None:
     if args.eval_strategy != "no" and isinstance(eval_dataset, Mapping):
         raise ConfigError(
             f"eval_strategy = {args.eval_strategy!r} with several data sets as eval_dataset "
-            f"({', '.join(eval_dataset)}): a run is judged on one. Give one of them, and the others to "
+            f"({', '.join(eval_dataset)}): a run is evaluated on one. Give one of them, and the others to "
             "trainer.evaluate(...)."
         )
     if args.eval_strategy != "no" and eval_dataset is None:

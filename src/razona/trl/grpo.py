@@ -88,7 +88,7 @@ class GRPOTrainer(Trainer):
         )
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None) -> TrainOutput:
-        """One run. True, or the path of the newest checkpoint, goes on with the one in ``output_dir``."""
+        """One run. True, or the path of the newest checkpoint, resumes the one in ``output_dir``."""
         self.args.check()
         resume = self._resuming(resume_from_checkpoint)
         config = self._config(resume=resume)

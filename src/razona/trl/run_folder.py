@@ -1,4 +1,4 @@
-"""What a trainer reads from the folder of a run: its log, its best model, whether it can go on."""
+"""What a trainer reads from the folder of a run: its log, its best model, whether it can be resumed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_best(model: Any, folder: Path) -> None:
 
 
 def resumes(resume_from_checkpoint: bool | str | os.PathLike[str] | None, run: Path) -> bool:
-    """Whether to go on; a path must be that of the newest checkpoint of ``run``, or above it. Raises
+    """Whether to resume; a path must be that of the newest checkpoint of ``run``, or above it. Raises
     CheckpointError.
     """
     if not resume_from_checkpoint:
@@ -57,14 +57,14 @@ def resumes(resume_from_checkpoint: bool | str | os.PathLike[str] | None, run: P
     if newest is None:
         raise CheckpointError(
             f"resume_from_checkpoint={resume_from_checkpoint!r}: {run} holds no checkpoint. Leave it "
-            "out to start anew, or set output_dir to that of the run to go on with."
+            "out to start anew, or set output_dir to that of the run to resume."
         )
     if resume_from_checkpoint is not True:
         path = Path(resume_from_checkpoint).absolute()
         if path not in (newest, *newest.parents[:3]):
             raise CheckpointError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not the newest checkpoint, "
-                f"{newest}. A run goes on from its newest one: pass True, or delete the later ones."
+                f"{newest}. A run is resumed from its newest one: pass True, or delete the later ones."
             )
     return True
 
