@@ -192,7 +192,8 @@ def run(
     objective = objective or objective_from(config)
     dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
     trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
-    header = describe(config, objective, policy, rewards, len(prompts), trains_on)
+    engine = make_engine(policy, loaded, console, config.sampling.engine)
+    header = describe(config, objective, policy, engine, rewards, len(prompts), trains_on)
     console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
@@ -201,7 +202,6 @@ def run(
     given = fingerprint(loaded, (table, held_out), objective, rewards, evaluator)
     with running(config, policy, console, header=header, fingerprint=given, resume_hint=resume_hint) as log:
         reference = make_reference(config, objective, policy, log.path)
-        engine = make_engine(policy, loaded, console)
         parts = Parts(policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, on_step)
         return train(config, objective, parts, console)
 
