@@ -1,4 +1,6 @@
-"""The command lines of docs/data.md are ones that the command takes; the code of docs/objectives.md runs."""
+"""The commands of docs/data.md are ones that razona takes, the code of docs/objectives.md runs, links lead
+somewhere, and docs/algorithms and the tests name each other rightly.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from razona.tasks import gsm8k, with_task
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *ROOT.glob("docs/**/*.md")])
 LINES = re.findall(r"^razona .*$", PAGE, re.MULTILINE)
 
 
@@ -62,3 +65,29 @@ def test_the_formula_of_ones_own(
     mask = torch.tensor([[True, True, False]])
     names["soft_clip"](logprobs, logprobs.detach(), torch.tensor([[3.0]]), mask).sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [[-3.0, -3.0, 0.0]]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_algorithms_and_their_tests_name_each_other() -> None:
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+    for page in (ROOT / "docs/algorithms").glob("*.md"):
+        for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")):
+            assert f"def {name}(" in tests, f"{page.name} names {name}"
+    cited = re.findall(r"docs/algorithms/([\w-]+\.md)#([\w-]+)", tests)
+    assert len(cited) >= 5
+    for name, anchor in cited:
+        assert anchor in anchors(ROOT / "docs/algorithms" / name), f"a test cites {name}#{anchor}"
