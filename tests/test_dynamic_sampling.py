@@ -59,7 +59,7 @@ def names(groups: list[Group]) -> list[Any]:
 
 
 def test_dynamic_sampling_golden() -> None:
-    """docs/algorithms/advantages.md#dynamic-sampling: round 1 keeps p2, round 2 keeps p4 and p5; 6 prompts are consumed."""
+    """docs/algorithms/advantages.md#dynamic-sampling: p2, then p4 and p5 are kept; 6 prompts are consumed."""
     dynamic_sampling, rounds = dynamic_sampling_of(), rounds_of(SEVEN_PROMPTS, 3)
     groups, rewards, figures = dynamic_sampling(lambda: next(rounds), 3)
     assert names(groups) == ["p2", "p4", "p5"] and rewards.shape == (3, 4, 1)
