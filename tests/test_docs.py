@@ -1,9 +1,11 @@
 """The commands of docs/data.md are ones that razona takes, the code of docs/objectives.md runs, links lead
-somewhere, and docs/algorithms and the tests name each other rightly.
+somewhere, docs/algorithms and the tests name each other, docs/troubleshooting.md quotes the source.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -14,13 +16,14 @@ import torch
 from tiny_runs import lines, model_folder
 
 from razona.cli import COMMANDS
-from razona.config.load import load_config
+from razona.config.load import SHORT_FLAGS, SINGULAR, load_config
 from razona.data import parse_gold
 from razona.tasks import gsm8k, with_task
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *ROOT.glob("docs/**/*.md")])
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^razona .*$", PAGE, re.MULTILINE)
 
 
@@ -91,3 +94,34 @@ def test_the_algorithms_and_their_tests_name_each_other() -> None:
     assert len(cited) >= 5
     for name, anchor in cited:
         assert anchor in anchors(ROOT / "docs/algorithms" / name), f"a test cites {name}#{anchor}"
+
+
+def test_troubleshooting_quotes_what_razona_prints() -> None:
+    quotes = re.findall(r"^```\n(.*?)^```$", TROUBLE, re.DOTALL | re.MULTILINE)
+    printed = "\n".join(
+        str(node.value)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    assert len(quotes) >= 9
+    for line in "".join(quotes).splitlines():
+        for part in line.removeprefix("note: ").split("…"):
+            assert part in printed, part
+
+
+def options_of(config: Any, prefix: str = "") -> set[str]:
+    names = set()
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        names |= options_of(value, f"{name}.") if dataclasses.is_dataclass(value) else {f"--{name}"}
+    return names
+
+
+def test_the_options_that_are_named_exist() -> None:
+    known = {"--json", "--dry-run", "--help", "--help-all", "--traceback", *SHORT_FLAGS, *SINGULAR}
+    for _, config, _ in COMMANDS.values():
+        known |= options_of(config())
+    for page in (ROOT / "README.md", ROOT / "docs/troubleshooting.md"):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z\d.-]*[a-z\d]", page.read_text(encoding="utf-8")):
+            assert option in known, f"{page.name}: {option}"
