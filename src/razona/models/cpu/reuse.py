@@ -105,9 +105,7 @@ class ActivationStore:
         if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
             return None
         runs = [block for block, _ in groupby(group.block for group in groups)]
-        if len(runs) > len(
-            set(runs)
-        ):  # one block, then another, and the first again: nothing makes such a batch
+        if len(runs) > len(set(runs)):  # a block, another, and the first again: nothing makes such a batch
             return None
         for group, member in rows:
             group.taken.add(member)
@@ -153,9 +151,6 @@ class GroupActivations:
     def is_valid(self) -> bool:
         """Whether the weights are still those it was sampled with, and its memory is there."""
         return self.block is not None
-
-    def has_given(self, member: int) -> bool:
-        return member in self.taken
 
     @property
     def tokens(self) -> int:
