@@ -28,7 +28,7 @@ LINES = re.findall(r"^razona .*$", PAGE, re.MULTILINE)
 
 
 def test_there_are_some() -> None:
-    assert len(LINES) == 6 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
+    assert len(LINES) == 7 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
 
 
 @pytest.mark.parametrize("line", LINES)
