@@ -28,7 +28,7 @@ LINES = re.findall(r"^razona .*$", PAGE, re.MULTILINE)
 
 
 def test_there_are_some() -> None:
-    assert len(LINES) == 6 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
+    assert len(LINES) == 7 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -120,6 +120,7 @@ def options_of(config: Any, prefix: str = "") -> set[str]:
 
 def test_the_options_that_are_named_exist() -> None:
     known = {"--json", "--dry-run", "--help", "--help-all", "--traceback", *SHORT_FLAGS, *SINGULAR}
+    known |= {"--no-deps"}  # pip's
     for _, config, _ in COMMANDS.values():
         known |= options_of(config())
     for page in (ROOT / "README.md", ROOT / "docs/troubleshooting.md"):

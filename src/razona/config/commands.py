@@ -32,7 +32,7 @@ class EvaluateConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(shuffle=False))
     rewards: tuple[str, ...] = ()
-    """format, exact_answer, length, or path/to/file.py:function, or package.module:function."""
+    """format, exact_answer, length, path/to/file.py:function, package.module:function or model:FOLDER."""
     sampling: Sampling = field(default_factory=lambda: Sampling(group_size=1))
     num_prompts: int = 0
     """Rows of the data set to use, the first ones or, with data.shuffle, any; 0: all."""

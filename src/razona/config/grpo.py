@@ -97,7 +97,7 @@ class GRPOConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rewards: tuple[str, ...] = ()
-    """format, exact_answer, length, or path/to/file.py:function, or package.module:function."""
+    """format, exact_answer, length, path/to/file.py:function, package.module:function or model:FOLDER."""
     sampling: Sampling = field(default_factory=Sampling)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
