@@ -119,7 +119,16 @@ def options_of(config: Any, prefix: str = "") -> set[str]:
 
 
 def test_the_options_that_are_named_exist() -> None:
-    known = {"--json", "--dry-run", "--help", "--help-all", "--traceback", *SHORT_FLAGS, *SINGULAR}
+    known = {
+        "--no-deps",
+        "--json",
+        "--dry-run",
+        "--help",
+        "--help-all",
+        "--traceback",
+        *SHORT_FLAGS,
+        *SINGULAR,
+    }
     for _, config, _ in COMMANDS.values():
         known |= options_of(config())
     for page in (ROOT / "README.md", ROOT / "docs/troubleshooting.md"):
