@@ -144,8 +144,8 @@ class ObjectiveConfig:
         if ignored:
             raise ConfigError(
                 f"{' and '.join(ignored)}: but objective= is given from Python, a {given.objective.name} "
-                "with parts of its own. Give it these values, as in razona.objective.grpo(clip_high=0.28), or "
-                "leave objective= out."
+                "with parts of its own. Give it these values, as in razona.objective.grpo(clip_high=0.28), "
+                "or leave objective= out."
             )
         for (name, option), reason in _REFUSED.items():
             value = getattr(self, option)
