@@ -16,7 +16,8 @@ import torch
 from tiny_runs import lines, model_folder
 
 from razona.cli import COMMANDS
-from razona.config.load import SHORT_FLAGS, SINGULAR, load_config
+from razona.config.load import load_config
+from razona.config.options import SHORT_FLAGS, SINGULAR
 from razona.data import parse_gold
 from razona.tasks import gsm8k, with_task
 
