@@ -38,6 +38,7 @@ from razona.tasks import addition
 from razona.train import grpo, sft
 from razona.types import Sampling
 
+MODEL = ModelConfig()
 DEMONSTRATIONS = 32
 SFT_OPTIMIZER = OptimizerConfig(learning_rate=5e-5)
 SFT_ROWS = 8
@@ -65,8 +66,8 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     folder = Path(config.output_dir) / f"seed-{config.seed}"
     held_out_rows, scores = addition.rows(held_out), {}
 
-    loaded = load_model(ModelConfig(), console)
-    policy = make_policy(loaded, ModelConfig(), SFT_OPTIMIZER, total_updates=1)
+    loaded = load_model(MODEL, console)
+    policy = make_policy(loaded, MODEL, SFT_OPTIMIZER, total_updates=1)
     scores["start"] = _evaluate("the model as it is", policy, loaded, held_out_rows, config, console)
 
     source = PromptSource(_demonstrations(loaded, demonstrated), seed=config.seed)
@@ -116,7 +117,7 @@ def _demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]]) -> tuple[
 
 def _grpo_config(config: DemoConfig, folder: Path) -> GRPOConfig:
     return GRPOConfig(
-        model=ModelConfig(name=str(folder / "cold-start")),
+        model=replace(MODEL, name=str(folder / "cold-start")),
         rewards=("exact_answer",),
         sampling=SAMPLING,
         objective=ObjectiveConfig(weights="per_token"),
@@ -155,8 +156,8 @@ def _control(
     console: Console,
 ) -> Score:
     """From the same cold start, SFT on the same demonstrations for ``seconds``."""
-    loaded = load_model(ModelConfig(name=str(cold_start)), console)
-    policy = make_policy(loaded, ModelConfig(), SFT_OPTIMIZER, total_updates=1)
+    loaded = load_model(replace(MODEL, name=str(cold_start)), console)
+    policy = make_policy(loaded, MODEL, SFT_OPTIMIZER, total_updates=1)
     end = time.perf_counter() + seconds
     with console.progress("control (SFT), seconds", round(seconds)) as advance:
         while (now := time.perf_counter()) < end:

@@ -2,8 +2,9 @@
 staleness.
 
 A prompt is prefilled once for all its completions, keys and values are written in place, finished rows leave
-the batch, one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs equal the
-trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`).
+the batch, one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs can equal the
+trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`); `NativeEngine.exactness`
+says whether they do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from razona.batch import FlatRow, Span
+from razona.engines.exactness import Exactness, measure
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
 from razona.models.cpu.llama import Decoder
@@ -59,9 +61,14 @@ class NativeEngine:
                 f"the native engine cannot run {type(policy.model).__name__}: its attention does not take a "
                 "layout. Use razona.engines.hf.HFEngine, which runs what transformers' generate runs."
             )
-        self.scorer: FlatScorer = policy.scorer
+        self.policy, self.scorer = policy, policy.scorer
         self.tokenizer = policy.tokenizer
         self.version = version
+
+    @cached_property
+    def exactness(self) -> Exactness:
+        """As measured when first asked for."""
+        return measure(self, self.policy)
 
     def close(self) -> None:
         """Nothing is held between calls."""

@@ -18,9 +18,11 @@ from razona.build.data import fitting_prompts, load_table
 from razona.build.header import describe
 from razona.build.model import load_model, make_engine, make_policy
 from razona.build.objective import make_evaluator, make_reference, objective_from, training_rewards
+from razona.build.precision import with_precision
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.data import PromptSource, Rows
+from razona.engines.native import NativeEngine
 from razona.errors import finite
 from razona.losses.weights import masked_sum
 from razona.models import LoadedModel
@@ -222,7 +224,7 @@ def run(
     for ``config.model.name``. ``dry_run`` stops before anything is written; ``on_step`` listens, and may stop
     the run; ``resume_hint`` is what to say when the run was interrupted.
     """
-    config = with_task(config, own_rewards=bool(reward_fns))
+    config, numbers = with_precision(with_task(config, own_rewards=bool(reward_fns)))
     validate(config, eval_rows=eval_rows is not None, objective=objective)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
@@ -241,7 +243,11 @@ def run(
     objective = objective or objective_from(config)
     dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
     trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
-    header = describe(config, objective, policy, rewards, len(prompts), trains_on)
+    engine = make_engine(policy, loaded, console)
+    exactness = engine.exactness.sentence if isinstance(engine, NativeEngine) else None
+    header = describe(
+        config, objective, policy, rewards, len(prompts), trains_on, numbers=numbers, exactness=exactness
+    )
     console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
@@ -249,10 +255,7 @@ def run(
 
     given = fingerprint(loaded, (table, held_out), objective, rewards, evaluator)
     log = open_run(config, console, header=header, **given)
-    reference, engine = (
-        make_reference(config, objective, policy, log.path),
-        make_engine(policy, loaded, console),
-    )
+    reference = make_reference(config, objective, policy, log.path)
     parts = Parts(
         policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, Progress(), on_step
     )
