@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_bf16
 from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
 
 from razona.batch import collate
@@ -74,7 +75,7 @@ def test_native_engine_in_bf16_equals_the_trainer_bit_for_bit(arch: str) -> None
     policy, prompts = policy_of(arch, "bf16"), prompts_of(5, 17, 9)
     stop = likely_token(policy, prompts)
     engine = NativeEngine(policy, stop_token_ids=[stop])
-    check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), exact=True)
+    check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), **in_bf16())
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])

@@ -68,6 +68,10 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
 
     loaded = load_model(MODEL, console)
     policy = make_policy(loaded, MODEL, SFT_OPTIMIZER, total_updates=1)
+    minutes = _estimate(policy, loaded, held_out_rows, config, console) / 60
+    console.print(
+        f"On this machine, in {policy.precision}, it will take about {max(1, round(minutes))} minutes."
+    )
     scores["start"] = _evaluate("the model as it is", policy, loaded, held_out_rows, config, console)
 
     source = PromptSource(_demonstrations(loaded, demonstrated), seed=config.seed)
@@ -105,6 +109,20 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     }
     _summary(result, seconds, folder, console)
     return result
+
+
+def _estimate(policy: Policy, loaded: LoadedModel, rows: Any, config: DemoConfig, console: Console) -> float:
+    """Seconds that all of it will take, from a short rollout: the first tokens of one step's completions."""
+    sampling = replace(SAMPLING, max_completion_length=SAMPLING.max_completion_length // 4)
+    engine = make_engine(policy, loaded, console)
+    prompts = fitting_prompts(load_rows(rows), loaded, DataConfig(), sampling, console)[:PROMPTS_PER_STEP]
+    seeds = [list(range(sampling.group_size)) for _ in prompts]
+    start = time.perf_counter()
+    engine.generate(prompts, sampling, seeds=seeds)
+    rollout = 3 * (time.perf_counter() - start)  # few answers use the last quarter
+    held_out = len(rows) / (len(prompts) * sampling.group_size)
+    # A step trains for as long as it samples, and the control takes as long as GRPO.
+    return rollout * (4 * held_out + 4 * config.grpo_steps + 0.5 * config.cold_start_steps)
 
 
 def _demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]]) -> tuple[Demonstration, ...]:
