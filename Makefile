@@ -7,7 +7,7 @@ STAMP := .venv/razona-installed
 export GOMP_SPINCOUNT ?= 3000
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: install demo test test-slow lint bench wheel clean
+.PHONY: install demo test test-processors test-slow lint bench wheel clean
 
 install: $(STAMP)
 
@@ -20,6 +20,16 @@ demo: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto $(ARGS)
+
+# Each makes this processor behave as an older one; exactness, engines, loops, and a run of the command.
+ISAS := DEFAULT AVX512_CORE_BF16 AVX512_CORE AVX2
+PROCESSOR_TESTS := tests/test_processor.py tests/test_exact.py tests/test_engines.py \
+  tests/test_grpo_loop.py tests/test_sft_loop.py tests/test_commands.py
+
+test-processors: install
+	set -e; for isa in $(ISAS); do echo "== ONEDNN_MAX_CPU_ISA=$$isa"; \
+	  ONEDNN_MAX_CPU_ISA=$$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto $(PROCESSOR_TESTS) $(ARGS); \
+	  ONEDNN_MAX_CPU_ISA=$$isa $(BIN)/python tools/two_steps.py $(BIN)/razona; done
 
 test-slow: install
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

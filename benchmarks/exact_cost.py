@@ -33,7 +33,7 @@ def inexact() -> Iterator[None]:
         patch.object(flat, "MIN_QUERY_ROWS", 1),
         patch.object(native, "MIN_QUERY_ROWS", 1),
         patch.object(flat, "KV_STEP", 1),
-        patch.object(flat, "SEEN_STEP", 1),
+        patch.object(flat, "kv_step", lambda: 1),
     ):
         yield
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hub_server import Hub, running_hub, use_hub
 from hypothesis import settings
+from tiny_models import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +25,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ROUNDING = 0.1  # nats, of a tiny model with sharp logits in bf16, on average
 NO_GPU = "needs a CUDA device"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>")
 
@@ -50,6 +54,31 @@ def tiny_tokenizer(*, bos: bool = False, chat_template: str | None = CHATML) -> 
     )
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+@cache
+def bf16_is_exact() -> bool:
+    """Whether in bf16 sampler and trainer agree bit for bit here, as the engine's own probe says."""
+    from razona.config import OptimizerConfig
+    from razona.engines.native import NativeEngine
+    from razona.policy import Policy
+
+    policy = Policy(tiny_model(hidden_size=576), None, optimizer=OptimizerConfig())
+    policy.tokenizer = tiny_tokenizer()
+    return NativeEngine(policy, stop_token_ids=()).measured.holds
+
+
+def in_bf16() -> dict[str, Any]:
+    """What `check_engine` may ask of an engine in bf16: equal bits where this machine can, else closeness."""
+    return {"exact": True} if bf16_is_exact() else {"tolerance": 10 * ROUNDING}
+
+
+def is_on_policy(step: Mapping[str, Any]) -> bool:
+    """Of a step's metrics: whether the sampler's log-probs are the trainer's, bit for bit where this machine
+    can, and elsewhere but for rounding."""
+    if bf16_is_exact():
+        return bool(step["mismatch/exact_share"] == 1.0 and step["mismatch/mean_abs"] == 0.0)
+    return bool(step["mismatch/mean_abs"] < ROUNDING)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_bf16
 from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tiny_runs import grpo_config, lines, model_folder, run_grpo
 
@@ -79,7 +80,7 @@ def test_native_engine_in_bf16_equals_the_trainer_bit_for_bit(arch: str) -> None
     policy, prompts = policy_of(arch, "bf16"), prompts_of(5, 17, 9)
     stop = likely_token(policy, prompts)
     engine = NativeEngine(policy, stop_token_ids=[stop])
-    check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), exact=True)
+    check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), **in_bf16())
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
@@ -171,7 +172,7 @@ def test_a_run_with_either_engine_samples_the_same(tmp_path: Path) -> None:
         options = {"model__precision": "fp32", "run__num_steps": 1, "sampling__engine": name}
         _, printed = run_grpo(grpo_config(folder, tmp_path / name, **options))
         engine = HFEngine if name == "hf" else NativeEngine
-        assert f"samples: {engine.description}; {engine.exactness}" in printed
+        assert f"samples: {engine.description}; " in printed
         sampled[name] = [line["completion"] for line in lines(tmp_path / name / "rollouts.jsonl")]
     assert sampled["auto"] == sampled["hf"]
 

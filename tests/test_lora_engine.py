@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_bf16
 from test_engines import likely_token, scores_of
 from test_exact import (
     check_after_updates,
@@ -52,7 +53,7 @@ def test_the_contract_bit_for_bit(arch: str) -> None:
     policy, prompts = policy_of(adapted(arch)), prompts_of(5, 17, 9)
     stop = likely_token(policy, prompts)
     engine = NativeEngine(policy, stop_token_ids=[stop])
-    check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), exact=True)
+    check_engine(engine, prompts, stop_token_id=stop, policy=policy, logprobs=scores_of(policy), **in_bf16())
 
 
 def test_the_reference_engine_keeps_it_too() -> None:

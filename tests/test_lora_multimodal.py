@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import is_on_policy
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_multimodal import KINDS, Processor, same
@@ -34,7 +35,7 @@ def test_a_run_trains_the_language_model_s_adapter(kind: str, loop: str, tmp_pat
     options: dict[str, Any] = {"lora__r": 4, "optimizer__learning_rate": 1e-2}
     if loop == "grpo":
         _, printed = run_grpo(grpo_config(folder, out, **options))
-        assert [m["mismatch/exact_share"] for m in lines(out / "metrics.jsonl")] == [1.0, 1.0]
+        assert [is_on_policy(m) for m in lines(out / "metrics.jsonl")] == [True, True]
     else:
         _, printed = run_sft(sft_config(folder, out, **options))
     assert "are frozen, and are saved unchanged" in printed and "LoRA r 4" in printed

@@ -20,10 +20,12 @@ def describe(
     rewards: Sequence[BoundReward],
     num_prompts: int,
     trains_on: str | None = None,
+    *,
+    numbers: str,
 ) -> str:
     """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, what
     samples, tokens per step. ``trains_on`` says in words which of the sampled groups are trained on, where
-    not all are.
+    not all are; ``numbers`` in what is computed, and why.
     """
     sampling, completions = config.sampling, config.prompts_per_step * config.sampling.group_size
     lines = {
@@ -40,6 +42,7 @@ def describe(
         **({"overlong": overlong} if (overlong := _overlong(config, objective)) else {}),
         **({"trains on": trains_on} if trains_on else {}),
         "models": _models(config, objective, policy),
+        "numbers": numbers,
         "samples": f"{engine.description}; {engine.exactness}",
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
@@ -99,19 +102,14 @@ def _overlong(config: GRPOConfig, objective: Objective) -> str:
 
 def _models(config: GRPOConfig, objective: Objective, policy: Policy) -> str:
     size = sum(p.numel() for p in policy.compute) / 1e6
-    numbers = {
-        "bf16": "bf16 compute, fp32 masters",
-        "fp32": "fp32",
-        "pure_bf16": "bf16 weights without fp32 masters",
-    }[config.model.precision]
     reference = (
         "; the reference's weights lie on disk" if objective.kl_coef or config.measure_kl_every else ""
     )
     if policy.adapter is not None:
         if policy.starts_at_its_base and reference:
             reference = "; the reference is the base, the adapter switched off"
-        return f"one, with {policy.adapter}; {numbers}; it samples from itself, unmerged{reference}"
-    return f"one, {size:.0f} M trained parameters, {numbers}; it samples from itself{reference}"
+        return f"one, with {policy.adapter}; it samples from itself, unmerged{reference}"
+    return f"one, {size:.0f} M trained parameters; it samples from itself{reference}"
 
 
 def _truncation(config: GRPOConfig) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from razona.build.device import choose_device
+from razona.build.precision import resolved
 from razona.config import (
     BUNDLED_MODEL,
     LoRAConfig,
@@ -42,6 +44,7 @@ def load_model(
     about it. In fp32, or in bf16 where nothing is lost by it. ``given`` stands in for ``config.name``.
     """
     lora.check_fresh()
+    config = resolved(config)
     if given is None:
         device = choose_device(config.device)
         loaded = load(
@@ -98,21 +101,6 @@ def _dtype(config: ModelConfig, lora: LoRAConfig) -> torch.dtype:
     return torch.bfloat16 if config.precision == "pure_bf16" or frozen_bf16 else torch.float32
 
 
-def choose_device(name: str) -> torch.device:
-    """``auto`` takes CUDA where there is one. An accelerator that is not there is a ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"model.device is '{name}', which names no device. Use auto, cpu, cuda or cuda:N."
-        ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is '{name}', but torch sees no CUDA device here. Use auto or cpu.")
-    return device
-
-
 def max_context(model: Any) -> int | None:
     """Positions the model was made for, where its config says; fewer where it is bound to ``max_seq_length``
     (razona.unsloth).
@@ -132,7 +120,7 @@ def make_policy(
         loaded.model,
         loaded.processor or loaded.tokenizer,
         optimizer=optimizer,
-        precision=config.precision,
+        precision=resolved(config).precision,
         total_updates=total_updates,
         gradient_checkpointing=config.gradient_checkpointing,
     )

@@ -39,6 +39,7 @@ from razona.tasks import addition
 from razona.train import grpo, sft
 from razona.types import Sampling
 
+MODEL = ModelConfig()
 DEMONSTRATIONS = 32
 SFT_OPTIMIZER = OptimizerConfig(learning_rate=5e-5)
 SFT_ROWS = 8
@@ -66,8 +67,12 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     folder = Path(config.output_dir) / f"seed-{config.seed}"
     held_out_rows, scores = addition.rows(held_out), {}
 
-    loaded = load_model(ModelConfig(), console)
-    policy = make_policy(loaded, ModelConfig(), SFT_OPTIMIZER, total_updates=1)
+    loaded = load_model(MODEL, console)
+    policy = make_policy(loaded, MODEL, SFT_OPTIMIZER, total_updates=1)
+    minutes = _estimate(policy, loaded, held_out_rows, config, console) / 60
+    console.print(
+        f"On this machine, in {policy.precision}, it will take about {max(1, round(minutes))} minutes."
+    )
     scores["start"] = _evaluate("the model as it is", policy, loaded, held_out_rows, config, console)
 
     source = PromptSource(_demonstrations(loaded, demonstrated), seed=config.seed)
@@ -109,6 +114,20 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     return result
 
 
+def _estimate(policy: Policy, loaded: LoadedModel, rows: Any, config: DemoConfig, console: Console) -> float:
+    """Seconds that all of it will take, from a short rollout: the first tokens of one step's completions."""
+    sampling = replace(SAMPLING, max_completion_length=SAMPLING.max_completion_length // 4)
+    engine = make_engine(policy, loaded, console)
+    prompts = fitting_prompts(load_rows(rows), loaded, DataConfig(), sampling, console)[:PROMPTS_PER_STEP]
+    seeds = [list(range(sampling.group_size)) for _ in prompts]
+    start = time.perf_counter()
+    engine.generate(prompts, sampling, seeds=seeds)
+    rollout = 3 * (time.perf_counter() - start)  # few answers use the last quarter
+    held_out = len(rows) / (len(prompts) * sampling.group_size)
+    # A step trains for as long as it samples, and the control takes as long as GRPO.
+    return rollout * (4 * held_out + 4 * config.grpo_steps + 0.5 * config.cold_start_steps)
+
+
 def _demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]]) -> tuple[Demonstration, ...]:
     rows = load_rows(addition.rows(pairs, demonstrated=True))
     found = build_demonstrations(
@@ -119,7 +138,7 @@ def _demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]]) -> tuple[
 
 def _grpo_config(config: DemoConfig, folder: Path) -> GRPOConfig:
     return GRPOConfig(
-        model=ModelConfig(name=str(folder / "cold-start")),
+        model=replace(MODEL, name=str(folder / "cold-start")),
         rewards=("exact_answer",),
         sampling=SAMPLING,
         objective=ObjectiveConfig(weights="per_token"),
@@ -158,8 +177,8 @@ def _control(
     console: Console,
 ) -> Score:
     """From the same cold start, SFT on the same demonstrations for ``seconds``."""
-    loaded = load_model(ModelConfig(name=str(cold_start)), console)
-    policy = make_policy(loaded, ModelConfig(), SFT_OPTIMIZER, total_updates=1)
+    loaded = load_model(replace(MODEL, name=str(cold_start)), console)
+    policy = make_policy(loaded, MODEL, SFT_OPTIMIZER, total_updates=1)
     end = time.perf_counter() + seconds
     with console.progress("control (SFT), seconds", round(seconds)) as advance:
         while (now := time.perf_counter()) < end:

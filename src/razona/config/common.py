@@ -41,8 +41,9 @@ class ModelConfig:
 
     name: str = ranged(BUNDLED_MODEL, "not empty", bool)
     """A hub id, a folder (of a model, or of a LoRA adapter), a .gguf file, or the bundled default."""
-    precision: Literal["bf16", "fp32", "pure_bf16"] = "bf16"
-    """bf16: bf16 compute with fp32 masters. fp32: everything. pure_bf16: small updates are rounded away."""
+    precision: Literal["auto", "bf16", "fp32", "pure_bf16"] = "auto"
+    """auto: bf16 where this machine is fast in it, else fp32; the run's header says which. bf16: bf16
+    compute with fp32 masters. fp32: everything. pure_bf16: small updates are rounded away."""
     device: str = "auto"
     """auto takes CUDA where there is one."""
     load_in_4bit: bool = False

@@ -2,8 +2,9 @@
 staleness.
 
 A prompt is prefilled once for all its completions, keys and values are written in place, finished rows leave
-the batch, one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs equal the
-trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`).
+the batch, one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs can equal the
+trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`); `NativeEngine.measured`
+says whether they do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from razona.batch import FlatRow, Span
+from razona.engines.exactness import Exactness, measure
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
 from razona.models.cpu.llama import Decoder
@@ -47,7 +49,6 @@ class NativeEngine:
     """
 
     description = "the trained model itself, prompts shared (native engine)"
-    exactness = "its log-probs are compared with the trainer's at every step (mismatch/exact_share)"
 
     def __init__(self, policy: Any, *, stop_token_ids: Sequence[int], kv_bytes: int = KV_BYTES) -> None:
         self.stop_token_ids = tuple(stop_token_ids)
@@ -63,9 +64,19 @@ class NativeEngine:
                 "than attention, or by its own, so prompts cannot be shared. Set sampling.engine to auto or "
                 "hf (razona.engines.hf.HFEngine), which runs what transformers' generate runs."
             )
-        self.scorer: FlatScorer = policy.scorer
+        self.policy, self.scorer = policy, policy.scorer
         self.tokenizer = policy.tokenizer
         self.version = version
+
+    @cached_property
+    def measured(self) -> Exactness:
+        """How its log-probs compare with the trainer's on this machine, measured when first asked for."""
+        return measure(self, self.policy)
+
+    @property
+    def exactness(self) -> str:
+        """`measured`, in words."""
+        return self.measured.sentence
 
     def close(self) -> None:
         """Nothing is held between calls."""

@@ -8,8 +8,9 @@ which activation checkpointing would drop.
 **Bit for bit on a CPU.** In bfloat16, stock kernels give a token the same log-prob in this pass as in the
 decode step that sampled it, if (1) both attend over key/values padded to the same length with a mask, (2)
 every attention call has a multiple of four query rows (the kernel walks them in blocks, and a last block of
-fewer has other bits), (3) every matrix product has at least two rows. `padded_length` is the first part of
-the deal.
+fewer has other bits), (3) every matrix product has at least two rows, and as many as
+`razona.models.cpu.processor` allows. `padded_length` is the first part of the deal. Whether it holds on the
+machine at hand is measured when a run starts (`razona.engines.exactness`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from razona.batch import FlatRow, Span
+from razona.models.cpu.processor import kv_step
 
 MIN_QUERY_ROWS = 4
 KV_BLOCK = 512  # the CPU kernel walks key/values in blocks of this size
 KV_STEP = 64
-SEEN_STEP = 16  # as `sufficient_length` goes
 QUERY_STEP = 64  # query rows at a time in the backward pass: later ones see more keys, earlier ones fewer
 BLOCK_BYTES = 4 * 2**20  # of attention scores worked on at a time in the backward pass: the processor's cache
 
@@ -52,9 +53,9 @@ def sufficient_length(kv_length: int, needed: int) -> int:
     if kv_length > KV_BLOCK:
         least, step = KV_BLOCK, KV_BLOCK
     elif kv_length <= 192:
-        least, step = SEEN_STEP, SEEN_STEP
+        least, step = kv_step(), kv_step()
     else:
-        least, step = min(384, kv_length), SEEN_STEP
+        least, step = min(384, kv_length), kv_step()
     return min(kv_length, max(least, -(-needed // step) * step))
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from razona.errors import ModelError
+from razona.models.cpu.processor import linear
 from razona.models.save import quiet
 
 # On import it warns that a kernel of its own, which is not used here, cannot be downloaded.
@@ -184,7 +184,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:  # type: ignore[override]
         ctx.layer = layer
-        return F.linear(x, dequantized(layer, x.dtype), bias)
+        return linear(x, dequantized(layer, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

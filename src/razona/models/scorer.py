@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from razona.batch import Batch, FlatRow, FullRows
 from razona.models.cpu import llama
-from razona.models.cpu.linear import patch_lora
+from razona.models.cpu.linear import patch_linears, patch_lora
 from razona.models.cpu.reuse import ActivationStore, BatchActivations, Recorder
 from razona.models.cpu.rms_norm import patch_rms_norms
 from razona.models.flat import FlatLayout, Layout
@@ -44,6 +44,7 @@ class FlatScorer(nn.Module):
         self.runs_by_hand = ours and text.config.model_type in llama.LLAMA_SHAPED
         patch_rms_norms(text)
         patch_lora(text)
+        patch_linears(model)
 
     def forward(self, batch: Batch, *, temperature: float = 1.0, token_stats: Tensor | None = None) -> Tensor:
         """Log-probs ``[B, T]`` of the trained tokens at ``temperature``, fp32, 0 where ``loss_mask`` is

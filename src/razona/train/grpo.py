@@ -17,6 +17,7 @@ from razona.build.data import fitting_prompts, load_table
 from razona.build.header import describe
 from razona.build.model import load_model, make_engine, make_policy
 from razona.build.objective import make_evaluator, make_reference, objective_from, training_rewards
+from razona.build.precision import with_precision
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.data import PromptSource, Rows
@@ -173,7 +174,7 @@ def run(
     for ``config.model.name``. ``dry_run`` stops before anything is written; ``on_step`` listens, and may stop
     the run; ``resume_hint`` is what to say when the run was interrupted.
     """
-    config = with_task(config, own_rewards=bool(reward_fns))
+    config, numbers = with_precision(with_task(config, own_rewards=bool(reward_fns)))
     validate(config, eval_rows=eval_rows is not None, objective=objective)
     console = console or Console()
     reward_fns = tuple(reward_fns) or config.rewards
@@ -193,7 +194,7 @@ def run(
     dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
     trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
     engine = make_engine(policy, loaded, console, config.sampling.engine)
-    header = describe(config, objective, policy, engine, rewards, len(prompts), trains_on)
+    header = describe(config, objective, policy, engine, rewards, len(prompts), trains_on, numbers=numbers)
     console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")

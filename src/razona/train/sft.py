@@ -11,6 +11,7 @@ import torch
 from razona.batch import collate_demonstrations, needed
 from razona.build.data import overlap_notice, refuse_gold
 from razona.build.model import load_model, make_policy, max_context
+from razona.build.precision import with_precision
 from razona.config import SFTConfig
 from razona.config.check import validate
 from razona.data import Demonstration, DemonstrationSet, PromptSource, Rows, build_demonstrations, load_rows
@@ -105,6 +106,7 @@ def run(
     `razona.models.from_model`) for ``config.model.name``. ``dry_run`` stops before anything is written;
     ``on_step`` listens, and may stop the run; ``resume_hint`` is what to say when the run was interrupted.
     """
+    config, numbers = with_precision(config)
     validate(config, eval_rows=eval_rows is not None)
     refuse_gold(config.data)
     console = console or Console()
@@ -119,7 +121,7 @@ def run(
     if warning := source.warning(config.rows_per_step):
         console.note(warning)
     policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
-    header = describe(config, policy, found, evaluator)
+    header = describe(config, policy, found, evaluator, numbers)
     console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was trained or written.")
@@ -171,14 +173,16 @@ def describe(
     policy: Policy,
     found: DemonstrationSet,
     evaluator: LossEvaluator | None,
+    numbers: str,
 ) -> str:
-    """The header of the run: what is trained on what, and what is held out."""
+    """The header of the run: what is trained on what, in which ``numbers``, and what is held out."""
     trained = sum(sum(d.loss_mask) for d in found.demonstrations)
     lines = [str(policy.adapter)] if policy.adapter is not None else []
     lines.append(
         f"SFT on {len(found.demonstrations)} demonstrations with {trained} trained tokens ({found.trained}); "
         f"{config.rows_per_step} rows per step, mean over the trained tokens of a step"
     )
+    lines.append(f"numbers: {numbers}")
     if evaluator is not None:
         when = f"every {config.eval.every} steps and " if config.eval.every else ""
         lines.append(

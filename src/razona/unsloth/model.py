@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from razona.build.model import choose_device, max_context, or_bundled
+from razona.build.device import choose_device
+from razona.build.model import max_context, or_bundled
 from razona.commands.push import upload
 from razona.config import BUNDLED_MODEL, LoRAConfig
 from razona.errors import ConfigError

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from razona.models.cpu.processor import CutLinear, linear, product_rows
 from razona.models.quant import QuantizedForward, dequantized
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -37,6 +38,26 @@ def patch_lora(model: nn.Module) -> None:
             plain = name in module.lora_A and name not in module.lora_variant
             if plain and module.lora_B[name].bias is None:
                 module.__dict__["forward"] = LoraForward(module, name)
+
+
+def patch_linears(model: nn.Module) -> None:
+    """Gives every linear layer of ``model`` products cut by rows, where this processor needs that."""
+    for module in model.modules() if product_rows().part else ():
+        if type(module) in (nn.Linear, Conv1D) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = _CutForward(Linear(module, None))
+
+
+class _CutForward:
+    """The forward pass of a linear layer, by `razona.models.cpu.processor.CutLinear`."""
+
+    def __init__(self, layer: Linear) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return type(self.layer.linear).forward(self.layer.linear, x)  # type: ignore[no-any-return]
+        weight, bias = self.layer.weight(x.dtype), self.layer.linear.bias
+        return CutLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class LoraForward:
@@ -145,8 +166,8 @@ class Together:
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``, without gradient."""
         if self.down is not None:
-            x = torch.cat([x, F.linear(x, self.down)], -1)
-        return F.linear(x, self.weight, self.bias)
+            x = torch.cat([x, linear(x, self.down)], -1)
+        return linear(x, self.weight, self.bias)
 
     def backward(self, x: Tensor, grad: Tensor, found: dict[int, Tensor]) -> Tensor:
         """From ``grad`` ``[N, out]`` the gradient of ``x`` ``[N, in]``; those of parameters go to ``found``,

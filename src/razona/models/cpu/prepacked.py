@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from razona.models.cpu.linear import GATE_UP, QKV, Linear, Together, attribute, linear_of
+from razona.models.cpu.processor import can_block, in_parts
+
+pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def prepacked_linears(model: nn.Module, rows: int, *, join: bool) -> Iterator[No
 def _packable(module: object) -> Linear | None:
     """``module`` as a layer to pack; None where it is none."""
     layer = linear_of(module)
-    if layer is None or not torch.backends.mkldnn.is_available():
+    if layer is None or not can_block():
         return None
     weight = layer.linear.weight
     fits = weight.dtype in (torch.bfloat16, torch.uint8) and weight.device.type == "cpu"  # uint8: in 4 bits
@@ -66,14 +69,14 @@ def _packable(module: object) -> Linear | None:
 def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
     """The layers' outputs side by side."""
     made = Together(layers, torch.bfloat16)
-    apply, block = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._reorder_linear_weight
-    weight, bias = block(made.weight, rows), made.bias
+    product = _product(made.weight, made.bias, rows)
     if made.down is None:
-        return lambda x: apply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    down = block(made.down, rows)
+        return product
+    down = _product(made.down, None, rows)
+    return lambda x: product(torch.cat([x, down(x)], -1))
 
-    def forward(x: Tensor) -> Tensor:
-        x = torch.cat([x, apply(x, down, None, "none", [], "")], -1)
-        return apply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
-    return forward
+def _product(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+    """`razona.models.cpu.processor.linear` on a blocked copy of ``weight``."""
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: in_parts(lambda part: pointwise(part, blocked, bias, "none", [], ""), x)
