@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-import razona.engines.native as native
+import razona.models.cpu.fast_path as fast_path
 from razona.batch import collate
 from razona.config import BUNDLED_MODEL, OptimizerConfig
 from razona.engines.native import NativeEngine
@@ -90,7 +90,7 @@ def check_rows_alone(policy: Policy, *, groups: int, max_length: int, at_least: 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of different padded lengths, completions of unequal length, rows that leave: share 1.0."""
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     policy, prompts = policy_of(arch), prompts_of(5, 70, 130, 23)
     stops = usual_tokens(policy, prompts, 2)
     groups = sample(policy, prompts, Sampling(group_size=16, max_completion_length=48), stops=stops)
@@ -132,13 +132,13 @@ def test_the_comparison_has_power() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     check_rows_alone(wide_policy(), groups=15, max_length=64, at_least=50)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_one_prompt_with_one_completion(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     policy = wide_policy()
     for length in (1, 2, 3, 20):
         for max_length in (1, 2, 40):
