@@ -88,10 +88,10 @@ class ActivationStore:
             return None
         with torch.inference_mode(False):  # an engine's own mode makes tensors that autograd does not take
             for block in blocks:
-                fitting = [memory for memory in self.spare if memory.tokens >= block.tokens]
-                block.memory = fitting[0] if fitting else _Memory(shape, max(block.tokens, CPU_TOKENS))
-                if fitting:
-                    self.spare.remove(fitting[0])
+                fits = (index for index, memory in enumerate(self.spare) if memory.tokens >= block.tokens)
+                index = next(fits, None)
+                room = max(block.tokens, CPU_TOKENS)
+                block.memory = _Memory(shape, room) if index is None else self.spare.pop(index)
         self.blocks += blocks
         return Recorder(self, blocks, head)
 
@@ -105,9 +105,7 @@ class ActivationStore:
         if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
             return None
         runs = [block for block, _ in groupby(group.block for group in groups)]
-        if len(runs) > len(
-            set(runs)
-        ):  # one block, then another, and the first again: nothing makes such a batch
+        if len(runs) > len(set(runs)):  # a block, another, and the first again: nothing makes such a batch
             return None
         for group, member in rows:
             group.taken.add(member)
@@ -392,9 +390,8 @@ class LayerSource:
         self.batch, self.layer = batch, layer
 
     def get(self) -> LayerActivations:
-        return LayerActivations(
-            *(self.batch.saved(kind, self.layer) for kind in range(len(LayerActivations._fields)))
-        )
+        kinds = range(len(LayerActivations._fields))
+        return LayerActivations(*(self.batch.saved(kind, self.layer) for kind in kinds))
 
 
 def as_slice(places: Tensor) -> Tensor | slice:
