@@ -98,6 +98,43 @@ def test_split_keeps_order_and_budget(batch: Batch, budget: int) -> None:
     assert max(costs) <= max(greedy)  # and the largest is not larger
 
 
+@given(batches(), st.integers(1, 60))
+def test_split_cuts_no_group_where_groups_stay_whole(batch: Batch, budget: int) -> None:
+    parts = list(scored(batch).split(budget, whole_groups=True))
+    assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
+    prompts = [prompt for part in parts for prompt in part.prompts]
+    assert tuple(prompts) == batch.prompts  # each in one part alone
+    costs = []
+    for part in parts:
+        check_tensors(part)
+        costs.append(sum(len(prompt) for prompt in part.prompts) + sum(part.lengths))
+        assert costs[-1] <= budget or len(part.prompts) == 1
+    sizes = [
+        len(prompt) + sum(n for n, owner in zip(batch.lengths, batch.group_of, strict=True) if owner == group)
+        for group, prompt in enumerate(batch.prompts)
+    ]
+    greedy = [0]
+    for size in sizes:
+        if greedy[-1] and greedy[-1] + size > budget:
+            greedy.append(0)
+        greedy[-1] += size
+    assert len(costs) == len(greedy) and max(costs) <= max(greedy)
+
+
+@given(batches())
+def test_full_rows_say_the_same_as_the_flat_row(batch: Batch) -> None:
+    """At every place that is read stand the same token and the same one before it, in both layouts."""
+    flat, full = batch.flat(), batch.full_rows()
+    ids, rows = flat.token_ids[0], full.token_ids.flatten()
+    assert torch.equal(ids[flat.source], rows[full.source])
+    assert torch.equal(ids[flat.ends], rows[full.ends])
+    assert torch.equal(flat.target, full.target) and full.scored is flat.scored
+    assert rows[full.ends].tolist() == [completion[-1] for _, completion in rows_of(batch)]
+    whole = [prompt + completion for prompt, completion in rows_of(batch)]
+    assert full.token_ids.shape == (len(batch), max(map(len, whole)))
+    assert [tuple(row[own].tolist()) for row, own in zip(full.token_ids, full.attended, strict=True)] == whole
+
+
 @given(batches(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
 def test_minibatches_are_whole_groups_once_per_epoch(
     batch: Batch, count: int, epochs: int, seed: int
@@ -307,3 +344,11 @@ def test_a_demonstration_of_one_token_trains_nothing() -> None:
     assert batch.lengths == (0, 1) and batch.num_tokens == 1
     row = batch.flat()
     assert row.token_ids.tolist() == [[5, 6, 7]] and row.source.tolist() == [1] and row.target.tolist() == [7]
+    assert row.ends.tolist() == [0, 2]  # nothing after the prompt: the prompt's last token
+
+
+def test_an_empty_completion_ends_with_its_prompt() -> None:
+    ids = torch.tensor([[7, 8], [0, 0], [9, 0]])
+    batch = Batch(prompts=((5, 6),), group_of=(0, 0, 0), lengths=(2, 0, 1), token_ids=ids, loss_mask=ids > 0)
+    for row in (batch.flat(), batch.full_rows()):
+        assert row.token_ids.flatten()[row.ends].tolist() == [8, 6, 9]

@@ -1,6 +1,7 @@
 """The ``razona`` command: reads options, starts the part that does the work, says how it ended.
 
-Exit codes: 0 done, 1 the reader of stdout went away, 2 refused (a message on stderr), 130 interrupted.
+Exit codes: 0 done, 1 the reader of stdout went away, 2 refused (a message on stderr); ended by a signal, as a
+shell has it, 130 SIGINT (Ctrl-C), 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -90,11 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # no such folder, no right to write, disk full
         if traceback:
             raise
-        print(f"razona: {_of_a_file(error)}", file=sys.stderr)
+        print(f"razona: {_of_a_file(error)}{_notes(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("razona: interrupted.", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        name = getattr(error, "name", "SIGINT")  # see razona.run.signals.Signalled
+        print(f"razona: interrupted by {name}.{_notes(error)}", file=sys.stderr)
+        return _exit_code(name)
 
 
 def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
@@ -136,7 +139,7 @@ def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
         console = Console(as_json)
         result = importlib.import_module(module).run(config, console=console, **options)
     console.result(_finite(result))
-    return 130 if result.get("interrupted") else 0
+    return _exit_code(result.get("signal") or "SIGINT") if result.get("interrupted") else 0
 
 
 def _require_inputs(command: str, config: Any) -> None:
@@ -186,6 +189,16 @@ def _of_a_file(error: OSError) -> str:
     return (
         f"{error.filename}: {error.strerror}. Give a path that exists or can be made, and that you may use."
     )
+
+
+def _notes(error: BaseException) -> str:
+    """What was added to the error on its way: where the weights are."""
+    return "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+
+
+def _exit_code(name: str) -> int:
+    """Of a program that a signal ended."""
+    return 128 + signal.Signals[name]
 
 
 def _finite(value: Any) -> Any:

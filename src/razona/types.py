@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 TokenIds = tuple[int, ...]
 Message = dict[str, str]  # {"role": ..., "content": ...}
 PromptInput = str | list[Message]
+EngineName = Literal["auto", "native", "hf"]
 FinishReason = Literal["stop", "length", "aborted"]
 
 
@@ -81,6 +82,9 @@ class Sampling:
     """Drop tokens less likely than this share of the most likely one."""
     stop_token_ids: tuple[int, ...] = ()
     """Further ids that end a completion, beside those of the model."""
+    engine: EngineName = "auto"
+    """What samples: native, the trainer's own forward pass, with prompts shared; hf, transformers' generate,
+    slower, for every model; auto: native where the model can share prompts."""
 
 
 class RewardFn(Protocol):
@@ -98,6 +102,18 @@ class RewardFn(Protocol):
 @runtime_checkable
 class Engine(Protocol):
     """Samples completions. ``razona.engines.testing.check_engine`` is the contract, in executable form."""
+
+    @property
+    def description(self) -> str:
+        """What samples, in a few plain words, for the header of a run."""
+        ...
+
+    @property
+    def exactness(self) -> str:
+        """How the log-probs it records compare with the trainer's own, in a plain sentence; no more than what
+        holds on the machine at hand.
+        """
+        ...
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]

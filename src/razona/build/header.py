@@ -9,18 +9,21 @@ from razona.losses.policy import mean_ratio
 from razona.objective import Objective
 from razona.policy import Policy
 from razona.rewards import BoundReward
+from razona.types import Engine
 
 
 def describe(
     config: GRPOConfig,
     objective: Objective,
     policy: Policy,
+    engine: Engine,
     rewards: Sequence[BoundReward],
     num_prompts: int,
     trains_on: str | None = None,
 ) -> str:
-    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, tokens
-    per step. ``trains_on`` says in words which of the sampled groups are trained on, where not all are.
+    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, what
+    samples, tokens per step. ``trains_on`` says in words which of the sampled groups are trained on, where
+    not all are.
     """
     sampling, completions = config.sampling, config.prompts_per_step * config.sampling.group_size
     lines = {
@@ -37,6 +40,7 @@ def describe(
         **({"overlong": overlong} if (overlong := _overlong(config, objective)) else {}),
         **({"trains on": trains_on} if trains_on else {}),
         "models": _models(config, objective, policy),
+        "samples": f"{engine.description}; {engine.exactness}",
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
             f"{sampling.max_completion_length} tokens = {completions} completions, "

@@ -26,7 +26,7 @@ from razona.models.quant import NF4, quantized_layers
 from razona.models.scorer import FlatScorer, position_limit
 from razona.policy import Policy
 from razona.run.console import Console
-from razona.types import Engine
+from razona.types import Engine, EngineName
 
 NO_LORA = LoRAConfig()
 
@@ -142,14 +142,17 @@ def make_policy(
     )
 
 
-def make_engine(policy: Policy, loaded: LoadedModel, console: Console) -> Engine:
-    """The native engine, or transformers' generate for a model that cannot share prompts; said when so."""
+def make_engine(policy: Policy, loaded: LoadedModel, console: Console, name: EngineName = "auto") -> Engine:
+    """The engine that ``sampling.engine`` asks for; auto takes transformers' generate for a model that cannot
+    share prompts, and says so. ModelError for native with such a model.
+    """
     for notice in policy.scorer.notices:
         console.note(notice)
-    if isinstance(policy.scorer, FlatScorer):
+    if name == "native" or (name == "auto" and isinstance(policy.scorer, FlatScorer)):
         return NativeEngine(policy, stop_token_ids=loaded.stop_token_ids)
-    console.note(
-        f"{type(policy.model).__name__} runs full padded rows and transformers' generate: "
-        f"{policy.scorer.why}. Right, but slower; prompts are not shared."
-    )
+    if not isinstance(policy.scorer, FlatScorer):
+        console.note(
+            f"{type(policy.model).__name__} runs full padded rows and transformers' generate: "
+            f"{policy.scorer.why}. Right, but slower; prompts are not shared."
+        )
     return HFEngine(policy, stop_token_ids=loaded.stop_token_ids)

@@ -34,6 +34,7 @@ from razona.policy import Policy
 from razona.rewards import bind
 from razona.rollout.evaluate import Evaluator
 from razona.run.console import Console
+from razona.run.signals import Signalled
 from razona.tasks import addition
 from razona.train import grpo, sft
 from razona.types import Sampling
@@ -86,7 +87,9 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
         resume_hint="the demo cannot be resumed: razona demo begins it again.",
     )
     if trained["interrupted"]:
-        raise KeyboardInterrupt  # there is nothing to compare: the demo ends as one is used to
+        raise Signalled(
+            trained["signal"] or "SIGINT"
+        )  # there is nothing to compare: the demo ends as one is used to
     scores["grpo"] = (trained["eval/exact_answer"], trained["eval/exact_answer/error"])
     _say_score("after GRPO", scores["grpo"], console)
 

@@ -121,7 +121,8 @@ def run(config: SelectConfig, *, console: Console, rows: Any = None) -> dict[str
         console.note(f"going on from {rates.path}: {resumed} of {len(prompts)} prompts are measured already")
     if resumed < len(prompts):
         policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
-        fill(rates, make_engine(policy, loaded, console), prompts, reward, config, console)
+        engine = make_engine(policy, loaded, console, config.sampling.engine)
+        fill(rates, engine, prompts, reward, config, console)
     return finish(raw, prompts, rates, band, output, config, console) | {"resumed": resumed}
 
 

@@ -42,6 +42,9 @@ class NativeEngine:
     own.
     """
 
+    description = "the trained model itself, prompts shared (native engine)"
+    exactness = "its log-probs are compared with the trainer's at every step (mismatch/exact_share)"
+
     def __init__(self, policy: Any, *, stop_token_ids: Sequence[int], kv_bytes: int = KV_BYTES) -> None:
         self.stop_token_ids = tuple(stop_token_ids)
         self.kv_bytes = kv_bytes
@@ -52,8 +55,9 @@ class NativeEngine:
         """Takes the policy's module itself: its weights are always the present ones."""
         if not isinstance(policy.scorer, FlatScorer):
             raise ModelError(
-                f"the native engine cannot run {type(policy.model).__name__}: its attention does not take a "
-                "layout. Use razona.engines.hf.HFEngine, which runs what transformers' generate runs."
+                f"the native engine cannot run {type(policy.model).__name__}: it mixes tokens by other means "
+                "than attention, or by its own, so prompts cannot be shared. Set sampling.engine to auto or "
+                "hf (razona.engines.hf.HFEngine), which runs what transformers' generate runs."
             )
         self.scorer: FlatScorer = policy.scorer
         self.tokenizer = policy.tokenizer

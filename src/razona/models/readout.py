@@ -44,8 +44,8 @@ class Scalar(nn.Module):
     """One number per state, ``score(state)``.
 
     The head stays in fp32 beside a bf16 backbone: bf16 rounds a score by up to 1/256 of itself, as much as
-    the differences that are learned from. Without a ``score`` to start from its weight is 0, as a LoRA's B is:
-    values start at 0, rewards equal.
+    the differences that are learned from. Without a ``score`` to start from its weight is 0, as a LoRA's B
+    is: values start at 0, rewards equal.
     """
 
     def __init__(self, width: int, *, score: nn.Linear | None = None) -> None:

@@ -67,6 +67,8 @@ class Trainable:
         model.train()  # dropout is 0 everywhere; checkpointing needs train mode
         for parameter in (*towers(model).values(), *(_head_alone(model) if readout is not None else ())):
             if parameter.requires_grad:
+                if self.precision == "bf16":  # as it was before the cast
+                    undo.callback(setattr, parameter, "data", parameter.data)
                 undo.callback(parameter.requires_grad_, True)
                 parameter.requires_grad_(False)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}

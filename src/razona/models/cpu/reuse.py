@@ -102,10 +102,9 @@ class ActivationStore:
             return None
         groups: list[GroupActivations] = list(sampled.activations)
         rows = [(groups[g], member) for g, member in zip(batch.group_of, sampled.members, strict=True)]
-        if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
-            return None
+        usable = all(g.is_valid and g.temperature == temperature and m not in g.taken for g, m in rows)
         runs = [block for block, _ in groupby(group.block for group in groups)]
-        if len(runs) > len(set(runs)):  # a block, another, and the first again: nothing makes such a batch
+        if not usable or len(runs) > len(set(runs)):  # a block comes twice: nothing makes such a batch
             return None
         for group, member in rows:
             group.taken.add(member)
@@ -266,8 +265,7 @@ class Recorder:
     def put_derivatives(self, derivatives: Tensor) -> None:
         """Of the log-probs of the tokens drawn, with respect to the raw logits ``[n, V]``."""
         if self.waiting is not None:
-            self.waiting.add(self.places, derivatives)
-            return
+            return self.waiting.add(self.places, derivatives)
         for place in self.places:
             place.put(needed(place.block.memory).derivatives, derivatives[None])
 
@@ -304,8 +302,8 @@ class _Places:
 
     def moved(self, by: int) -> _Places:
         """The same places of rows that lie ``by`` farther on."""
-        own = self.own
-        own = slice(own.start + by, own.stop + by) if isinstance(own, slice) else own + by
+        first = self.own
+        own = slice(first.start + by, first.stop + by) if isinstance(first, slice) else first + by
         return replace(self, own=own)
 
 
