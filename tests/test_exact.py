@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -108,7 +109,7 @@ def test_norms_have_transformers_bits(arch: str, dtype: torch.dtype) -> None:
     """Every RMS norm of the models that run by hand is ours, with and without gradient."""
     model = tiny_model(arch, dtype=dtype, hidden_size=576)
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    patch_rms_norms(model)
+    patch_rms_norms(model, ExitStack())
     assert len(norms) >= 5
     for norm in norms:
         x = torch.randn(1000, norm.weight.numel()).mul_(3.0).to(dtype)
