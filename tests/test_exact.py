@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from conftest import ROUNDING, bf16_is_exact
 from tiny_models import tiny_model, tiny_tokenizer
 
-import razona.engines.native as native
+import razona.models.cpu.fast_path as fast_path
 from razona.batch import collate
 from razona.config import BUNDLED_MODEL, OptimizerConfig
 from razona.engines.native import NativeEngine
@@ -95,7 +96,7 @@ def check_rows_alone(policy: Policy, *, groups: int, max_length: int, at_least: 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of different padded lengths, completions of unequal length, rows that leave: share 1.0."""
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     policy, prompts = policy_of(arch), prompts_of(5, 70, 130, 23)
     stops = usual_tokens(policy, prompts, 2)
     groups = sample(policy, prompts, Sampling(group_size=16, max_completion_length=48), stops=stops)
@@ -113,7 +114,7 @@ def test_norms_have_transformers_bits(arch: str, dtype: torch.dtype) -> None:
     """Every RMS norm of the models that run by hand is ours, with and without gradient."""
     model = tiny_model(arch, dtype=dtype, hidden_size=576)
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    patch_rms_norms(model)
+    patch_rms_norms(model, ExitStack())
     assert len(norms) >= 5
     for norm in norms:
         x = torch.randn(1000, norm.weight.numel()).mul_(3.0).to(dtype)
@@ -138,13 +139,13 @@ def test_the_comparison_has_power() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     check_rows_alone(wide_policy(), groups=15, max_length=64, at_least=50)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_one_prompt_with_one_completion(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     policy = wide_policy()
     for length in (1, 2, 3, 20):
         for max_length in (1, 2, 40):

@@ -16,8 +16,8 @@ from razona.config.common import OptimizerConfig
 from razona.losses.weights import masked_sum, per_token
 from razona.models import flat as flat_module
 from razona.models.attention import plain_attention
+from razona.models.choose_scorer import choose_scorer
 from razona.models.scorer import FlatScorer, FullRowScorer
-from razona.models.wrap import wrap
 from razona.policy import Policy
 from razona.types import Completion, Group, Prompt
 
@@ -120,8 +120,8 @@ def test_sliding_windows_take_part(arch: str) -> None:
     """The rows above are longer than the window, so that a pass without one would differ."""
     batch = rollout()
     with torch.no_grad():
-        narrow = wrap(tiny_model(arch))(batch)
-        wide = wrap(tiny_model(arch, sliding_window=500))(batch)
+        narrow = choose_scorer(tiny_model(arch))(batch)
+        wide = choose_scorer(tiny_model(arch, sliding_window=500))(batch)
     assert (narrow - wide).abs().max() > 0.1
 
 
@@ -129,7 +129,7 @@ def test_sliding_windows_take_part(arch: str) -> None:
 def test_soft_caps_that_bite(cap: str) -> None:
     batch = rollout()
     model, plain = tiny_model("gemma2", **{cap: 2.0}), tiny_model("gemma2", **{cap: 2.0})
-    scorer = wrap(model)
+    scorer = choose_scorer(model)
     assert isinstance(scorer, FlatScorer)
     found, expected = scorer(batch), plain_logprobs(plain, batch, 1.0)
     assert (expected - plain_logprobs(tiny_model("gemma2"), batch, 1.0)).abs().max() > 0.1
@@ -149,7 +149,7 @@ def test_the_backward_pass_in_small_blocks(
     model, plain = tiny_model(arch, **changes), tiny_model(arch, **changes)
     wanted = gradients(plain, (plain_logprobs(plain, batch, 1.0) * coefficients(batch)).sum())
     monkeypatch.setattr(flat_module, "BLOCK_BYTES", block_bytes)
-    found = gradients(model, (wrap(model)(batch) * coefficients(batch)).sum())
+    found = gradients(model, (choose_scorer(model)(batch) * coefficients(batch)).sum())
     assert_same_gradients(found, wanted, 1e-5)
 
 
@@ -157,7 +157,7 @@ def test_the_backward_pass_in_small_blocks(
 def test_order_and_micro_batches_give_the_same_gradient(arch: str) -> None:
     batch = rollout().weighted(per_token)
     model = tiny_model(arch)
-    scorer = wrap(model)
+    scorer = choose_scorer(model)
 
     def slope(parts: Sequence[Batch]) -> dict[str, Tensor]:
         losses = [
@@ -185,7 +185,7 @@ def test_order_and_micro_batches_give_the_same_gradient(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_completion_does_not_see_its_neighbours(arch: str) -> None:
     """Changing one completion moves no bit of another's log-probs."""
-    scorer = wrap(tiny_model(arch))
+    scorer = choose_scorer(tiny_model(arch))
     batch = rollout(((6, (8, 8, 8)), (6, (8,))))
     with torch.no_grad():
         before = scorer(batch)
@@ -213,7 +213,7 @@ def test_a_row_without_a_completion() -> None:
     batch = collate_demonstrations([((5,), (True,)), ((6, 7, 8), (False, True, True))])
     model = tiny_model()
     expected = plain_logprobs(model, batch.select([1]), 1.0)
-    found = wrap(model)(batch)
+    found = choose_scorer(model)(batch)
     assert found[0].tolist() == [0, 0]
     torch.testing.assert_close(found[1:], expected, atol=1e-5, rtol=1e-5)
 
@@ -225,7 +225,7 @@ def test_attention_decoders_run_flat(arch: str, dtype: torch.dtype) -> None:
     batch = rollout()
     with torch.no_grad():
         plain = model(batch.token_ids, use_cache=False).logits
-        assert isinstance(wrap(model), FlatScorer)
+        assert isinstance(choose_scorer(model), FlatScorer)
         assert model.config._attn_implementation == "razona"
         with plain_attention(model):
             assert torch.equal(model(batch.token_ids, use_cache=False).logits, plain)
@@ -266,7 +266,7 @@ def test_other_mixers_run_full_rows(kind: str, dtype: torch.dtype) -> None:
     """lfm2's short convolutions go wrong on the first tokens of a completion only: a mean would hide it."""
     model = other_model(kind, dtype)
     before = model.config._attn_implementation
-    assert isinstance(wrap(model), FullRowScorer)
+    assert isinstance(choose_scorer(model), FullRowScorer)
     assert model.config._attn_implementation == before
 
 
@@ -275,7 +275,7 @@ def test_a_faint_leak_between_completions_is_seen() -> None:
     model = other_model("lfm2", torch.bfloat16)
     with torch.no_grad():
         model.get_parameter("model.layers.0.conv.out_proj.weight").mul_(0.01)
-    assert isinstance(wrap(model), FullRowScorer)
+    assert isinstance(choose_scorer(model), FullRowScorer)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "lfm2"])

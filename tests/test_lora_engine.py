@@ -20,7 +20,7 @@ from test_exact import (
 from test_lora import adapted, policy_of, with_random_b
 from tiny_models import ARCHITECTURES, tiny_model
 
-import razona.engines.native as native
+import razona.models.cpu.fast_path as fast_path
 from razona.config import LoRAConfig
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
@@ -67,7 +67,7 @@ def test_the_reference_engine_keeps_it_too() -> None:
 @pytest.mark.parametrize("targets", TARGETS)
 def test_a_thousand_tokens(targets: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of different padded lengths, completions of unequal length, rows that leave: share 1.0."""
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     policy, prompts = policy_of(adapted(**TARGETS[targets])), prompts_of(5, 70, 130, 23)
     stops = usual_tokens(policy, prompts, 2)
     groups = sample(policy, prompts, Sampling(group_size=16, max_completion_length=48), stops=stops)
@@ -103,7 +103,7 @@ def wide_policy() -> Policy:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_wide_layers_and_the_last_row_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     policy = wide_policy()
     check_rows_alone(policy, groups=6, max_length=48, at_least=20)
     groups = sample(policy, prompts_of(1), Sampling(group_size=1, max_completion_length=9))
@@ -111,7 +111,7 @@ def test_wide_layers_and_the_last_row_alone(packed: bool, monkeypatch: pytest.Mo
 
 
 def test_joined_layers_with_scalings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREPACK_FROM", 1)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1)
     policy = policy_of(adapted())
     for layer in policy.model.model.layers:
         layer.self_attn.k_proj.forward.scaling = 1.7

@@ -82,7 +82,7 @@ def test_the_flat_pass_is_full_rows_and_transformers(kind: str) -> None:
 def test_bit_for_bit_in_bf16(kind: str) -> None:
     """A thousand tokens, enough of them per completion that the linear layers are packed."""
     policy = policy_of(kind)
-    assert policy.scorer.exact and policy.scorer.runs_by_hand is (kind == "smolvlm")
+    assert policy.scorer.exact and policy.scorer.fast_path.runs_by_hand is (kind == "smolvlm")
     groups = sample(policy, prompts_of(5, 70, 130), Sampling(group_size=8, max_completion_length=48))
     for budget in (10_000, 300):
         assert exact_share(policy, groups, budget=budget) == (1.0, 1152)

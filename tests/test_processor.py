@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from test_lora import adapted, policy_of as lora_policy_of
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_runs import grpo_config, run_grpo
 
-import razona.engines.native as native
 from razona.build import precision
 from razona.build.precision import resolved, with_precision
 from razona.config import ModelConfig, OptimizerConfig
 from razona.engines.native import NativeEngine
-from razona.models.cpu import linear, prepacked, processor
+from razona.models.cpu import fast_path, linear, prepacked, processor
 from razona.models.cpu.processor import PART, WHOLE, Rows, in_parts
 from razona.policy import Policy
 from razona.types import Sampling
@@ -43,7 +43,7 @@ def test_cut_products_are_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "product_rows", lambda: AMX)
     plain, cut = (torch.nn.Linear(64, 48, dtype=torch.bfloat16) for _ in range(2))
     cut.load_state_dict(plain.state_dict())
-    linear.patch_linears(cut)
+    linear.patch_linears(cut, ExitStack())
     found = []
     for module in (plain, cut):
         x = torch.randn(3, 67, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
@@ -57,7 +57,7 @@ def test_cut_products_are_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_amx(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> None:
     """Products whose bits depend on the class of their row count, as on AMX, and much more so: a product that
     is not cut shows."""
-    real_linear, real_apply = F.linear, torch.ops.mkldnn._linear_pointwise.default
+    real_linear, real_pointwise = F.linear, prepacked.pointwise
     real_addmm = torch.addmm
 
     def by_class(product: Callable[..., torch.Tensor], at: int) -> Callable[..., torch.Tensor]:
@@ -69,12 +69,9 @@ def with_amx(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> None:
 
         return changed
 
-    def pointwise(*given: Any) -> torch.Tensor:
-        return by_class(real_apply, 0)(*given)
-
     monkeypatch.setattr(F, "linear", by_class(real_linear, 0))
     monkeypatch.setattr(torch, "addmm", by_class(real_addmm, 1))
-    monkeypatch.setattr(prepacked, "pointwise", pointwise)
+    monkeypatch.setattr(prepacked, "pointwise", by_class(real_pointwise, 0))
     rule = AMX if cut else Rows()
     for module in (processor, linear):
         monkeypatch.setattr(module, "product_rows", lambda: rule)
@@ -86,7 +83,7 @@ def test_every_product_is_cut(arch: str, packed: bool, monkeypatch: pytest.Monke
     """More than 32 rows decoded together, and micro-batches of 33 to 1,023 tokens."""
     if not processor.bf16_is_fast():
         pytest.skip("bf16 is exact where it is fast")
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     for cut in (True, False):
         with monkeypatch.context() as patch:
             with_amx(patch, cut=cut)

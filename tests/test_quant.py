@@ -20,7 +20,7 @@ from tiny_multimodal import multimodal_folder
 from tiny_runs import contents, grpo_config, lines, model_folder, run_grpo, run_sft, sft_config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import razona.engines.native as native
+import razona.models.cpu.fast_path as fast_path
 from razona.cli import main
 from razona.config import BUNDLED_MODEL, GRPOConfig, LoRAConfig
 from razona.config.load import load_config
@@ -108,7 +108,7 @@ def test_the_contract_in_fp32(engine: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices as wide as real ones, rows that leave, padded lengths; after updates too."""
-    monkeypatch.setattr(native, "PREPACK_FROM", 1 if packed else 10**9)
+    monkeypatch.setattr(fast_path, "PREPACK_FROM", 1 if packed else 10**9)
     shape = {"hidden_size": 576, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3}
     policy = policy_of(adapted(four_bit(tmp_path, intermediate_size=1536, **shape), r=16))
     prompts = prompts_of(5, 70, 130)

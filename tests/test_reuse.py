@@ -46,7 +46,7 @@ def sampled(policy: Policy, *lengths: int, keep: bool = True, **options: Any) ->
     prompts = prompts_of(*lengths)
     stops = usual_tokens(policy, prompts, 2)  # lengths become unequal, rows leave
     sampling = Sampling(**{"group_size": 6, "max_completion_length": 40} | options)
-    with policy.scorer.activations.saving(keep):
+    with policy.scorer.fast_path.activations.saving(keep):
         return sample(policy, prompts, sampling, stops=stops)
 
 
@@ -256,19 +256,20 @@ def test_groups_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_used_again_and_freed_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, memory = make_policy(), []
     for _ in range(2):
-        with policy.scorer.activations.saving(True):
+        with policy.scorer.fast_path.activations.saving(True):
             groups = sample(policy, prompts_of(5, 30), Sampling(group_size=4, max_completion_length=40))
-        memory.append(policy.scorer.activations.blocks[0].memory)
+        memory.append(policy.scorer.fast_path.activations.blocks[0].memory)
         trained(policy, collate(groups))
-        policy.scorer.activations.forget()
-    assert policy.scorer.activations.spare == memory[1:] and memory[1] is memory[0]
+        policy.scorer.fast_path.activations.forget()
+    assert policy.scorer.fast_path.activations.spare == memory[1:] and memory[1] is memory[0]
     sampled(policy, 5, keep=False)
-    assert not policy.scorer.activations.spare
+    assert not policy.scorer.fast_path.activations.spare
     sampled(policy, 5, group_size=50, max_completion_length=400)  # room for more tokens than there is memory
-    assert policy.scorer.activations.blocks[0].memory is not None
-    monkeypatch.setattr(reuse, "ACTIVATION_BYTES", policy.scorer.activations.blocks[0].memory.bytes - 1)
-    policy.scorer.activations.forget()
-    assert not policy.scorer.activations.spare
+    assert policy.scorer.fast_path.activations.blocks[0].memory is not None
+    held = policy.scorer.fast_path.activations.blocks[0].memory.bytes
+    monkeypatch.setattr(reuse, "ACTIVATION_BYTES", held - 1)
+    policy.scorer.fast_path.activations.forget()
+    assert not policy.scorer.fast_path.activations.spare
 
 
 def test_a_model_whose_layers_it_does_not_know() -> None:

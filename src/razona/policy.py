@@ -32,6 +32,7 @@ class Policy(Trainable):
         precision: str = "bf16",
         total_updates: int = 1,
         gradient_checkpointing: bool = False,
+        kernels: str = "auto",
     ) -> None:
         super().__init__(
             model,
@@ -39,6 +40,7 @@ class Policy(Trainable):
             precision=precision,
             total_updates=total_updates,
             gradient_checkpointing=gradient_checkpointing,
+            kernels=kernels,
         )
         self.tokenizer, self.processor = tokenizer_of(tokenizer), tokenizer
         self.starts_at_its_base = self.adapter is not None and self.adapter.is_fresh
@@ -53,11 +55,10 @@ class Policy(Trainable):
     def saving_activations(self, wanted: bool) -> AbstractContextManager[None]:
         """Inside, the engine keeps what it computes, as far as it is ``wanted`` and the training pass would
         compute the same bits: that pass then takes it (`razona.models.cpu.reuse`)."""
-        if (
-            not self.scorer.can_reuse_activations or self.gradient_checkpointing
-        ):  # asked for where memory is short
+        fast = self.scorer.fast_path
+        if fast is None or not fast.can_reuse_activations or self.gradient_checkpointing:  # memory is short
             return nullcontext()
-        return self.scorer.activations.saving(wanted)
+        return fast.saving(wanted)
 
     def reference(self, folder: Path, *, refresh_every: int = 0) -> Reference:
         """A frozen scorer of the policy as it is now: its base, where the adapter is still fresh, else its

@@ -24,7 +24,7 @@ from razona.models import HubSilent, LoadedModel, attach, load, with_adapter
 from razona.models.lora import CONFIG as ADAPTER_CONFIG
 from razona.models.multimodal import set_dtype
 from razona.models.quant import NF4, quantized_layers
-from razona.models.scorer import FlatScorer
+from razona.models.scorer import FlatScorer, position_limit
 from razona.policy import Policy
 from razona.run.console import Console
 from razona.types import Engine, EngineName
@@ -103,10 +103,12 @@ def _dtype(config: ModelConfig, lora: LoRAConfig) -> torch.dtype:
 
 def max_context(model: Any) -> int | None:
     """Positions the model was made for, where its config says; fewer where it is bound to ``max_seq_length``
-    (razona.unsloth).
+    (razona.unsloth), and where one longer sequence would change the others (`position_limit`).
     """
+    text = model.config.get_text_config()
     limits = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        getattr(text, "max_position_embeddings", None),
+        position_limit(text),
         getattr(model, "max_seq_length", None),
     )
     return min((limit for limit in limits if limit is not None), default=None)
@@ -123,6 +125,7 @@ def make_policy(
         precision=resolved(config).precision,
         total_updates=total_updates,
         gradient_checkpointing=config.gradient_checkpointing,
+        kernels=config.kernels,
     )
 
 
@@ -130,12 +133,13 @@ def make_engine(policy: Policy, loaded: LoadedModel, console: Console, name: Eng
     """The engine that ``sampling.engine`` asks for; auto takes transformers' generate for a model that cannot
     share prompts, and says so. ModelError for native with such a model.
     """
-    shares_prompts = isinstance(policy.scorer, FlatScorer)
-    if name == "native" or (name == "auto" and shares_prompts):
+    for notice in policy.scorer.notices:
+        console.note(notice)
+    if name == "native" or (name == "auto" and isinstance(policy.scorer, FlatScorer)):
         return NativeEngine(policy, stop_token_ids=loaded.stop_token_ids)
-    if not shares_prompts:
+    if not isinstance(policy.scorer, FlatScorer):
         console.note(
-            f"{type(policy.model).__name__} mixes tokens by other means than attention, or by its own: it "
-            "runs full padded rows and transformers' generate. Right, but slower; prompts are not shared."
+            f"{type(policy.model).__name__} runs full padded rows and transformers' generate: "
+            f"{policy.scorer.why}. Right, but slower; prompts are not shared."
         )
     return HFEngine(policy, stop_token_ids=loaded.stop_token_ids)

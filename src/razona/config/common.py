@@ -53,6 +53,9 @@ class ModelConfig:
     """Run Python code that a hub repository brings."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    kernels: Literal["auto", "plain"] = "auto"
+    """auto: fast kernels of razona's own where they fit the model. plain: transformers' and peft's modules as
+    they are."""
 
 
 @dataclass(frozen=True)

@@ -71,5 +71,5 @@ def measure(engine: Engine, policy: Any) -> Exactness:
         share=float((difference == 0).float().mean()),
         max_abs=float(difference.max()),
         tokens=batch.num_tokens,
-        reused=policy.scorer.can_reuse_activations and not policy.gradient_checkpointing,
+        reused=policy.reuses_activations,
     )

@@ -17,14 +17,12 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from razona.batch import FlatRow, Span
 from razona.engines.exactness import Exactness, measure
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
-from razona.models.cpu.llama import Decoder
-from razona.models.cpu.prepacked import prepacked_linears
 from razona.models.cpu.reuse import Recorder
 from razona.models.flat import (
     MIN_QUERY_ROWS,
@@ -34,11 +32,9 @@ from razona.models.flat import (
     padded_length,
     sufficient_length,
 )
-from razona.models.multimodal import language_model
 from razona.models.scorer import FlatScorer
 from razona.types import Completion, Group, Prompt, Sampling
 
-PREPACK_FROM = 8  # decode steps from which on blocking the weights first is worth its time
 SAMPLE_TILE = 8  # rows whose logits are worked on at a time, to stay in the processor's cache
 KV_BYTES = 2**29  # keys and values held at once; more rows than fit are sampled in waves
 
@@ -93,8 +89,8 @@ class NativeEngine:
         for wave in self._waves(prompts, seeds, sampling):
             wave_seeds = seeds[len(groups) : len(groups) + len(wave)]
             counts = [len(group_seeds) for group_seeds in wave_seeds]
-            head, model = self.scorer.head, language_model(self.scorer.model)
-            recorder = self.scorer.activations.recorder(model, head, wave, counts, sampling)
+            fast = self.scorer.fast_path
+            recorder = None if fast is None else fast.recorder(wave, counts, sampling)
             run = _Wave(self.scorer, wave, sampling, stops, wave_seeds, self.device, recorder)
             tokens, logprobs = run.run()
             saved = [] if recorder is None else recorder.close([len(row) for row in tokens])
@@ -158,7 +154,6 @@ class _Wave:
     ) -> None:
         self.scorer, self.sampling, self.stops, self.device = scorer, sampling, stops, device
         self.recorder = recorder
-        self.decoder: Decoder | None = None
         self.owners = [index for index, group_seeds in enumerate(seeds) for _ in group_seeds]
         count = len(self.owners)
         flat_seeds = [seed for group_seeds in seeds for seed in group_seeds]
@@ -179,14 +174,9 @@ class _Wave:
 
     def run(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids and log-probs of every row."""
-        in_bf16 = self.scorer.head.projection.weight.dtype == torch.bfloat16  # so are 4-bit layers then
-        worth_packing = in_bf16 and self.sampling.max_completion_length >= PREPACK_FROM
-        rows, join = len(self.owners), self.scorer.runs_by_hand
-        used = nn.ModuleList([language_model(self.scorer.model), self.scorer.head.projection])
-        with prepacked_linears(used, rows, join=join) if worth_packing else nullcontext():
-            self.decoder = self.scorer.decoder()  # the blocked layers
+        fast, steps = self.scorer.fast_path, self.sampling.max_completion_length
+        with nullcontext() if fast is None else fast.sampling(len(self.owners), steps):
             self._decode_all(self._prefill())
-            self.decoder = None
         lengths = self.lengths.masked_fill(self.lengths == 0, self.sampling.max_completion_length).tolist()
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
         return (
@@ -253,7 +243,7 @@ class _Wave:
         layout = FlatLayout(row, exact=self.scorer.exact, sink=sink)
         if self.recorder is not None:
             self.recorder.prompts()
-        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout, self.recorder, self.decoder)
+        hidden = self.scorer.hidden(row.token_ids, row.position_ids, layout, self.recorder)
         ends = [
             spans[self.owners[r]].start + spans[self.owners[r]].prompt_length - 1
             for b in self.buckets
@@ -271,7 +261,7 @@ class _Wave:
             self.recorder.step(rows, step)  # those that finished have left
             self.recorder.count()
         tokens, layout = self.tokens[rows, step], DecodeLayout(self.buckets)
-        return self.scorer.hidden(tokens[:, None], positions[:, None], layout, self.recorder, self.decoder)
+        return self.scorer.hidden(tokens[:, None], positions[:, None], layout, self.recorder)
 
     def _retire(self, finished: Tensor) -> bool:
         """Finished rows leave, their bucket's last rows take their place. False when nobody is left.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def use_layout_attention(model: Any, undo: ExitStack) -> None:
+    """razona's own attention (`razona.models.flat`), and with ``undo`` the former one."""
+    text = language_model(model)
+    former = text.config._attn_implementation
+    undo.callback(text.set_attn_implementation, _plain(text) if former == "razona" else former)
+    text.set_attn_implementation("razona")
 
 
 @contextmanager
@@ -39,5 +47,9 @@ def use_plain_attention(model: Any) -> bool:
     text = language_model(model)
     ours: bool = text.config._attn_implementation == "razona"
     if ours:
-        text.set_attn_implementation("sdpa" if text._supports_sdpa else "eager")
+        text.set_attn_implementation(_plain(text))
     return ours
+
+
+def _plain(text: Any) -> str:
+    return "sdpa" if text._supports_sdpa else "eager"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,13 +11,12 @@ from torch import Tensor, nn
 
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
-from razona.models.attention import use_plain_attention
+from razona.models.choose_scorer import choose_scorer
 from razona.models.lora import Adapter, unwrap
 from razona.models.master import follow, unfollow
 from razona.models.multimodal import language_model, set_dtype, towers
 from razona.models.readout import Scalar
 from razona.models.scorer import Scorer
-from razona.models.wrap import wrap
 
 
 class Trainable:
@@ -27,6 +27,7 @@ class Trainable:
     samples from the same module is never stale. With "fp32" or "pure_bf16" the model's own parameters are
     trained. A readout is in fp32 in any case. ``total_updates`` is where a linear or cosine schedule ends.
     Of a multimodal model the language model is trained; the other `towers` are frozen and keep their dtype.
+    ``kernels`` as in `ModelConfig`. Whatever is done to the model is undone by `release`, or when this fails.
     """
 
     def __init__(
@@ -38,33 +39,18 @@ class Trainable:
         total_updates: int = 1,
         gradient_checkpointing: bool = False,
         readout: Scalar | None = None,
+        kernels: str = "auto",
     ) -> None:
         model, self.adapter = unwrap(model)
-        self.model = model.train()  # dropout is 0 everywhere; checkpointing needs train mode
+        self.model = model
         self.config = optimizer
         self.precision = precision
         self.total_updates = total_updates
         self.gradient_checkpointing = gradient_checkpointing
         self.updates = 0
-        idle = [*towers(model).values(), *(_head_alone(model) if readout is not None else [])]
-        self._frozen = [(p, p.data) for p in idle if p.requires_grad]
-        for parameter, _ in self._frozen:
-            parameter.requires_grad_(False)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        own = {} if readout is None else dict(readout.to(model.device).named_parameters())
-        if not named and not own:
-            raise ModelError(_nothing_to_train(self.adapter))
-        self.names = [*named, *own]
-        self.compute: list[nn.Parameter] = [*named.values(), *own.values()]
-        self.scorer: Scorer = wrap(model)
-        self._hooks: list[Any] = []
-        self.masters: list[nn.Parameter] = self.compute
-        if precision == "bf16":
-            self.masters = [*self._split([*named.values()]), *own.values()]
-        if precision == "pure_bf16":
-            set_dtype(model, torch.bfloat16)
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with ExitStack() as undo:
+            self.scorer = self._take(readout, kernels, undo)
+            self._undo = undo.pop_all()
         self.optimizer = torch.optim.AdamW(
             self.masters,
             lr=optimizer.learning_rate,
@@ -74,27 +60,51 @@ class Trainable:
             fused=True,
         )
 
-    def _split(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    def _take(self, readout: Scalar | None, kernels: str, undo: ExitStack) -> Scorer:
+        """Makes the model ready; ``undo`` gets what gives it back."""
+        model = self.model
+        undo.callback(model.train, model.training)
+        model.train()  # dropout is 0 everywhere; checkpointing needs train mode
+        for parameter in (*towers(model).values(), *(_head_alone(model) if readout is not None else ())):
+            if parameter.requires_grad:
+                if self.precision == "bf16":  # as it was before the cast
+                    undo.callback(setattr, parameter, "data", parameter.data)
+                undo.callback(parameter.requires_grad_, True)
+                parameter.requires_grad_(False)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        own = {} if readout is None else dict(readout.to(model.device).named_parameters())
+        if not named and not own:
+            raise ModelError(_nothing_to_train(self.adapter))
+        self.names = [*named, *own]
+        self.compute: list[nn.Parameter] = [*named.values(), *own.values()]
+        scorer = choose_scorer(model, kernels=kernels)
+        undo.callback(scorer.release)
+        self.masters: list[nn.Parameter] = self.compute
+        if self.precision == "bf16":
+            self.masters = [*self._split([*named.values()], undo), *own.values()]
+        if self.precision == "pure_bf16":
+            set_dtype(model, torch.bfloat16)
+        if self.gradient_checkpointing:
+            if not model.is_gradient_checkpointing:
+                undo.callback(model.gradient_checkpointing_disable)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return scorer
+
+    def _split(self, parameters: list[nn.Parameter], undo: ExitStack) -> list[nn.Parameter]:
         """fp32 masters take over the present storage; the model goes on with a bf16 copy of it."""
         masters = [nn.Parameter(p.detach().float()) for p in parameters]
+        for parameter, master in zip(parameters, masters, strict=True):
+            undo.callback(_give_back, parameter, master)
         set_dtype(self.model, torch.bfloat16)
         for parameter, master in zip(parameters, masters, strict=True):
-            self._hooks.append(follow(parameter, master))
+            undo.callback(unfollow, parameter, follow(parameter, master))
         return masters
 
     def release(self) -> None:
-        """Gives the model back: its trained parameters are the masters from now on, in fp32, and whoever
-        trains it next finds it untouched; it has transformers' own attention again. Not to be updated after.
+        """Gives the model back: its trained parameters are the masters from now on, in fp32, and all else is
+        as transformers and peft made it. Not to be updated after. A second call does nothing.
         """
-        for parameter, hook in zip(self.compute, self._hooks, strict=False):  # no hooks without masters
-            unfollow(parameter, hook)
-        for parameter, master in zip(self.compute, self.masters, strict=True):
-            parameter.data = master.data
-        for parameter, data in self._frozen:
-            parameter.requires_grad_(True)
-            if self.masters is not self.compute:
-                parameter.data = data  # as it was before the cast
-        use_plain_attention(self.model)
+        self._undo.close()
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +125,8 @@ class Trainable:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
             self.optimizer.step()
             self._refresh()
-        self.scorer.activations.forget()
+        if self.scorer.fast_path is not None:
+            self.scorer.fast_path.forget()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         return norm.item()
@@ -167,6 +178,10 @@ class Trainable:
         self.optimizer.load_state_dict(
             {"state": adam, "param_groups": self.optimizer.state_dict()["param_groups"]}
         )
+
+
+def _give_back(parameter: nn.Parameter, master: nn.Parameter) -> None:
+    parameter.data = master.data
 
 
 def _head_alone(model: Any) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -26,9 +27,9 @@ GATE_UP = ("gate_proj", "up_proj")
 WIDE = 16  # ranks are padded to a multiple of it: the CPU's kernels have other bits for a single column
 
 
-def patch_lora(model: nn.Module) -> None:
-    """Gives every plain LoRA layer with one active adapter the forward pass of `LoraForward`; others (DoRA,
-    embeddings, 8-bit bases) keep peft's."""
+def patch_lora(model: nn.Module, undo: ExitStack) -> None:
+    """Gives every plain LoRA layer with one active adapter the forward pass of `LoraForward`, until ``undo``;
+    others (DoRA, embeddings, 8-bit bases) keep peft's."""
     full, quantized = (sys.modules.get(f"peft.tuners.lora.{name}") for name in ("layer", "bnb"))
     kinds = {getattr(full, "Linear", None), getattr(quantized, "Linear4bit", None)}
     found: list[Any] = [module for module in model.modules() if type(module) in kinds]
@@ -38,13 +39,17 @@ def patch_lora(model: nn.Module) -> None:
             plain = name in module.lora_A and name not in module.lora_variant
             if plain and module.lora_B[name].bias is None:
                 module.__dict__["forward"] = LoraForward(module, name)
+                undo.callback(module.__dict__.pop, "forward", None)
 
 
-def patch_linears(model: nn.Module) -> None:
-    """Gives every linear layer of ``model`` products cut by rows, where this processor needs that."""
+def patch_linears(model: nn.Module, undo: ExitStack) -> None:
+    """Gives every linear layer of ``model`` products cut by rows, where this processor needs that, until
+    ``undo``.
+    """
     for module in model.modules() if product_rows().part else ():
         if type(module) in (nn.Linear, Conv1D) and "forward" not in module.__dict__:
             module.__dict__["forward"] = _CutForward(Linear(module, None))
+            undo.callback(module.__dict__.pop, "forward", None)
 
 
 class _CutForward:
@@ -64,7 +69,7 @@ class LoraForward:
     """The forward pass of a plain LoRA layer."""
 
     def __init__(self, layer: Any, adapter: str) -> None:
-        self.layer = layer
+        self.layer, self.adapter = layer, adapter
         self.a, self.b = layer.lora_A[adapter], layer.lora_B[adapter]  # A [r, in], B [out, r]
         self.scaling: float = layer.scaling[adapter]
 
@@ -80,8 +85,13 @@ class LoraForward:
 
     @property
     def is_on(self) -> bool:
-        """Not switched off, and not merged into the base."""
-        return not (self.layer.disable_adapters or self.layer.merged)
+        """Not switched off, not merged into the base, and the one that is active."""
+        return not self.is_bare and self.layer.active_adapters == [self.adapter]
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the base layer alone runs."""
+        return bool(self.layer.disable_adapters or self.layer.merged)
 
     @property
     def is_fused(self) -> bool:
@@ -120,7 +130,8 @@ def linear_of(module: object) -> Linear | None:
     """``module`` as a linear layer; None where it is anything else."""
     lora = getattr(module, "__dict__", {}).get("forward")
     if isinstance(lora, LoraForward):
-        return Linear(lora.layer.base_layer, lora if lora.is_on else None)
+        known = lora.is_on or lora.is_bare  # not with another adapter
+        return Linear(lora.layer.base_layer, lora if lora.is_on else None) if known else None
     return Linear(module, None) if _is_linear(module) else None
 
 

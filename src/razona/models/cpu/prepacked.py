@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from razona.models.cpu.linear import GATE_UP, QKV, Linear, Together, attribute, linear_of
 from razona.models.cpu.processor import can_block, in_parts
 
-pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x W^T + b`` on a blocked weight. Looked up when called: some builds of torch have no such thing."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -79,4 +82,4 @@ def _packed(layers: Sequence[Linear], rows: int) -> Callable[[Tensor], Tensor]:
 def _product(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
     """`razona.models.cpu.processor.linear` on a blocked copy of ``weight``."""
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return lambda x: in_parts(lambda part: pointwise(part, blocked, bias, "none", [], ""), x)
+    return lambda x: in_parts(lambda part: pointwise(part, blocked, bias), x)

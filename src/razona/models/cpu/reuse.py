@@ -88,10 +88,10 @@ class ActivationStore:
             return None
         with torch.inference_mode(False):  # an engine's own mode makes tensors that autograd does not take
             for block in blocks:
-                fitting = [memory for memory in self.spare if memory.tokens >= block.tokens]
-                block.memory = fitting[0] if fitting else _Memory(shape, max(block.tokens, CPU_TOKENS))
-                if fitting:
-                    self.spare.remove(fitting[0])
+                fits = (index for index, memory in enumerate(self.spare) if memory.tokens >= block.tokens)
+                index = next(fits, None)
+                room = max(block.tokens, CPU_TOKENS)
+                block.memory = _Memory(shape, room) if index is None else self.spare.pop(index)
         self.blocks += blocks
         return Recorder(self, blocks, head)
 
@@ -102,10 +102,9 @@ class ActivationStore:
             return None
         groups: list[GroupActivations] = list(sampled.activations)
         rows = [(groups[g], member) for g, member in zip(batch.group_of, sampled.members, strict=True)]
-        if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
-            return None
+        usable = all(g.is_valid and g.temperature == temperature and m not in g.taken for g, m in rows)
         runs = [block for block, _ in groupby(group.block for group in groups)]
-        if len(runs) > len(set(runs)):  # a block, another, and the first again: nothing makes such a batch
+        if not usable or len(runs) > len(set(runs)):  # a block comes twice: nothing makes such a batch
             return None
         for group, member in rows:
             group.taken.add(member)
@@ -263,8 +262,7 @@ class Recorder:
     def put_derivatives(self, derivatives: Tensor) -> None:
         """Of the log-probs of the tokens drawn, with respect to the raw logits ``[n, V]``."""
         if self.waiting is not None:
-            self.waiting.add(self.places, derivatives)
-            return
+            return self.waiting.add(self.places, derivatives)
         for place in self.places:
             place.put(needed(place.block.memory).derivatives, derivatives[None])
 
@@ -301,8 +299,8 @@ class _Places:
 
     def moved(self, by: int) -> _Places:
         """The same places of rows that lie ``by`` farther on."""
-        own = self.own
-        own = slice(own.start + by, own.stop + by) if isinstance(own, slice) else own + by
+        first = self.own
+        own = slice(first.start + by, first.stop + by) if isinstance(first, slice) else first + by
         return replace(self, own=own)
 
 
@@ -387,9 +385,8 @@ class LayerSource:
         self.batch, self.layer = batch, layer
 
     def get(self) -> LayerActivations:
-        return LayerActivations(
-            *(self.batch.saved(kind, self.layer) for kind in range(len(LayerActivations._fields)))
-        )
+        kinds = range(len(LayerActivations._fields))
+        return LayerActivations(*(self.batch.saved(kind, self.layer) for kind in kinds))
 
 
 def as_slice(places: Tensor) -> Tensor | slice:

@@ -5,6 +5,7 @@ Stock autograd keeps an fp32 copy of a norm's input and the normalised values be
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def patch_rms_norms(model: nn.Module) -> None:
-    """Replaces the forward pass of every RMS norm whose result is this one's bit for bit."""
+def patch_rms_norms(model: nn.Module, undo: ExitStack) -> None:
+    """Replaces the forward pass of every RMS norm whose result is this one's bit for bit, until ``undo``."""
     alike: dict[type, bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -23,6 +24,7 @@ def patch_rms_norms(model: nn.Module) -> None:
                 alike[kind] = _is_plain(module)
             if alike[kind]:
                 module.__dict__["forward"] = partial(_norm, module)  # before the class's own
+                undo.callback(module.__dict__.pop, "forward", None)
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
