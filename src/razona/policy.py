@@ -56,9 +56,13 @@ class Policy(Trainable):
         """Inside, the engine keeps what it computes, as far as it is ``wanted`` and the training pass would
         compute the same bits: that pass then takes it (`razona.models.cpu.reuse`)."""
         fast = self.scorer.fast_path
-        if fast is None or not fast.can_reuse_activations or self.gradient_checkpointing:  # memory is short
-            return nullcontext()
-        return fast.saving(wanted)
+        return nullcontext() if fast is None or not self.reuses_activations else fast.saving(wanted)
+
+    @property
+    def reuses_activations(self) -> bool:
+        """Whether a training pass can take what the engine has computed (`saving_activations`)."""
+        fast = self.scorer.fast_path  # with gradient checkpointing memory is short
+        return fast is not None and fast.can_reuse_activations and not self.gradient_checkpointing
 
     def reference(self, folder: Path, *, refresh_every: int = 0) -> Reference:
         """A frozen scorer of the policy as it is now: its base, where the adapter is still fresh, else its
