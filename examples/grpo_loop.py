@@ -101,10 +101,9 @@ def main() -> None:
     engine = NativeEngine(policy, stop_token_ids=stops)
     tests = build_prompts(load_rows(addition.rows(held_out)), tokenizer, DataConfig()).prompts
     prompts = build_prompts(load_rows(addition.rows(practice)), tokenizer, DataConfig()).prompts
-    before = score(sample(engine, tests, step=-1)).nanmean()
+    print(f"held-out sums before GRPO: {score(sample(engine, tests, step=-1)).nanmean():.1%}", flush=True)
     train(policy, engine, PromptSource(prompts, seed=0), grpo(weights="per_token"), args.steps)
-    after = score(sample(engine, tests, step=-1)).nanmean()
-    print(f"held-out sums: {before:.1%} before GRPO, {after:.1%} after")
+    print(f"held-out sums after GRPO: {score(sample(engine, tests, step=-1)).nanmean():.1%}")
 
 
 if __name__ == "__main__":

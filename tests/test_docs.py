@@ -16,7 +16,8 @@ import torch
 from tiny_runs import lines, model_folder
 
 from razona.cli import COMMANDS
-from razona.config.load import SHORT_FLAGS, SINGULAR, load_config
+from razona.config.load import load_config
+from razona.config.options import SHORT_FLAGS, SINGULAR
 from razona.data import parse_gold
 from razona.tasks import gsm8k, with_task
 
@@ -28,7 +29,7 @@ LINES = re.findall(r"^razona .*$", PAGE, re.MULTILINE)
 
 
 def test_there_are_some() -> None:
-    assert len(LINES) == 6 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
+    assert len(LINES) == 7 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -120,6 +121,7 @@ def options_of(config: Any, prefix: str = "") -> set[str]:
 
 def test_the_options_that_are_named_exist() -> None:
     known = {"--json", "--dry-run", "--help", "--help-all", "--traceback", *SHORT_FLAGS, *SINGULAR}
+    known |= {"--no-deps"}  # pip's
     for _, config, _ in COMMANDS.values():
         known |= options_of(config())
     for page in (ROOT / "README.md", ROOT / "docs/troubleshooting.md"):

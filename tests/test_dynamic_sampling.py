@@ -112,12 +112,12 @@ def test_right_is_what_one_reward_says() -> None:
     assert not dynamic_sampling.right(torch.tensor([[torch.nan, 1.0]])).any()
     bound = bind([right, lambda completions: [0.0] * len(completions)], columns=["prompt"])
     with pytest.raises(
-        ConfigError, match=r"none is named\. Give --objective\.dynamic-sampling\.reward one of: "
+        ConfigError, match=r"none is named\. Give --objective\.dynamic-sampling\.pass-reward one of: "
     ):
         DynamicSampling(DynamicSamplingConfig(), bound, prompts_of(1))
     with pytest.raises(ConfigError, match=r"'rigth' is none of .* Did you mean 'right'"):
-        DynamicSampling(DynamicSamplingConfig(reward="rigth"), bound, prompts_of(1))
-    assert DynamicSampling(DynamicSamplingConfig(reward="lambda"), bound, prompts_of(1)).pass_index == 1
+        DynamicSampling(DynamicSamplingConfig(pass_reward="rigth"), bound, prompts_of(1))
+    assert DynamicSampling(DynamicSamplingConfig(pass_reward="lambda"), bound, prompts_of(1)).pass_index == 1
 
 
 def test_a_prompt_of_two_rounds_gets_other_seeds() -> None:

@@ -29,9 +29,9 @@ def test_the_loop_of_ones_own(
     flags = ["--model", str(model), "--steps", "2", "--cold-start-steps", "1", "--precision", precision]
     monkeypatch.setattr(sys, "argv", ["grpo_loop.py", *flags])
     runpy.run_path(LOOP, run_name="__main__")
-    first, second, last = capsys.readouterr().out.splitlines()
+    before, first, second, after = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1: reward ") and second.startswith("step 2: reward ")
-    assert last.startswith("held-out sums: ")
+    assert before.startswith("held-out sums before") and after.startswith("held-out sums after")
 
 
 def test_the_loop_of_ones_own_learns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ class Batch:
             return False
         members, activations = self.sampled.members, self.sampled.activations
         rows = [(activations[group], member) for group, member in zip(self.group_of, members, strict=True)]
-        return all(saved is not None and saved.has_given(member) for saved, member in rows)
+        return all(saved is not None and member in saved.taken for saved, member in rows)
 
     def with_old(
         self, policy: Any, *, temperature: float, budget: int, stale: Sequence[bool] | None = None

@@ -68,7 +68,7 @@ HELP = f"""usage: razona COMMAND [run.toml] [options]
 Every command takes --json (progress on stderr, the last line of stdout one JSON object) and --traceback.
 grpo, sft and push take --dry-run: everything up to the first step or upload, and nothing written.
 An option is spelled alike in Python, in TOML and as a flag: sampling.group_size is --sampling.group-size.
-razona COMMAND --help lists all of them.
+razona COMMAND --help lists those that people use, --help-all every one.
 
 Start with: razona demo
 """
@@ -128,12 +128,12 @@ def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
 
 def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
     """Load the options, then the module (and with it torch), and run it."""
-    from razona.run.console import Console
-
     module, cls, _ = COMMANDS[command]
     toml_path = args.pop(0) if args and not args[0].startswith("-") else None
     config: Any = load_config(cls, toml_path, args, prog=f"razona {command} [run.toml]")
     _require_inputs(command, config)
+    from razona.run.console import Console  # rich takes its time: --help has ended before
+
     options = {"dry_run": dry_run} if command in DRY_RUNS else {}
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         console = Console(as_json)

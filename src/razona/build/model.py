@@ -15,7 +15,6 @@ from razona.config import (
     ModelConfig,
     OptimizerConfig,
 )
-from razona.config.check import check_adapter
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.errors import ConfigError
@@ -42,7 +41,7 @@ def load_model(
     """The model on the device asked for, with the adapter that ``lora`` asks for; prints what there is to say
     about it. In fp32, or in bf16 where nothing is lost by it. ``given`` stands in for ``config.name``.
     """
-    check_adapter(lora)
+    lora.check_fresh()
     if given is None:
         device = choose_device(config.device)
         loaded = load(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from razona import __version__
+from razona.config.names import other_version
 from razona.errors import CheckpointError, ConfigError
 
 STREAMS = ("metrics", "rollouts", "timings")
@@ -79,6 +80,12 @@ class RunFolder:
         path = self.path / "config.json"
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
+            if other := other_version(before["config"], config):
+                raise CheckpointError(
+                    f"The run in {self.path} was begun by another version of razona, "
+                    f"{before.get('razona')} (this is {__version__}): in its config.json, {other}. "
+                    "Finish it with that version, or give another --run.output-dir."
+                )
             changed = [
                 line
                 for name in fingerprint

@@ -151,9 +151,6 @@ class GroupActivations:
         """Whether the weights are still those it was sampled with, and its memory is there."""
         return self.block is not None
 
-    def has_given(self, member: int) -> bool:
-        return member in self.taken
-
     @property
     def tokens(self) -> int:
         return self.prompt_length + self.count * self.stride
