@@ -5,8 +5,8 @@
 The task is the demo's after its cold start, with so many of the sums whose groups of four completions were
 dead that 60 % of the groups are dead at the start, counted on other completions. Each seed then trains twice
 from there: with dynamic sampling for ``--steps`` steps, and without it until as many tokens are
-generated. Both are evaluated on the same held-out sums, at temperature 1. The last line of stdout is
-one JSON object.
+generated. Both are evaluated on the same held-out sums, at temperature 1. The last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations

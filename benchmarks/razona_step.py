@@ -21,7 +21,6 @@ from razona.policy import Policy
 from razona.rewards import bind
 from razona.run.console import Console
 from razona.run.folder import RunFolder
-from razona.run.progress import Progress
 from razona.train.grpo import Parts, train
 from razona.types import Engine, Group, Prompt, Sampling
 
@@ -108,7 +107,6 @@ def main() -> None:
             dynamic_sampling=None,
             evaluator=None,
             log=TimedLog(folder, clock, steps),
-            progress=Progress(),
         )
         with contextlib.suppress(Measured):
             train(config, grpo(), parts, console)

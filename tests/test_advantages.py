@@ -1,4 +1,4 @@
-"""Advantages: golden numbers, closed forms, and what must hold for every group."""
+"""The golden numbers of docs/algorithms/advantages.md, closed forms, and what must hold for every group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_eps_breaks_scale_invariance_for_tiny_rewards() -> None:
 
 
 def test_batch_std_golden() -> None:
-    """ADV-8: the mean is the group's, the deviation that of all eight rewards."""
+    """docs/algorithms/advantages.md#batch-deviation: the group's mean, the deviation of all eight rewards."""
     rewards = torch.tensor([[3.0, 1.0, 0.0, 3.0], [1.0, 1.0, 0.0, 1.0]])
     found = group_normalized(rewards, std="batch", eps=0.0)
     assert found[0].tolist() == near([1.147079, -0.688247, -1.605910, 1.147079])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from razona.batch import Batch, collate, collate_demonstrations
+from razona.batch import Batch, collate, collate_demonstrations, needed
 from razona.losses.weights import fixed_length, masked_sum, per_sequence, per_token
 from razona.types import Completion, Group, Prompt
 
@@ -71,7 +71,9 @@ def check_tensors(batch: Batch) -> None:
     assert (batch.token_ids[~inside] == 0).all() and not batch.loss_mask[~inside].any()
     assert list(batch.group_of) == sorted(batch.group_of)
     assert sorted(set(batch.group_of)) == list(range(len(batch.prompts)))
-    assert len(batch.kv_lengths) == len(batch.prompts)
+    assert batch.sampled is not None
+    assert len(batch.sampled.kv_lengths) == len(batch.sampled.activations) == len(batch.prompts)
+    assert batch.sampled.logprobs.shape == batch.token_ids.shape and len(batch.sampled.members) == len(batch)
 
 
 @given(batches(), st.integers(1, 60))
@@ -94,6 +96,43 @@ def test_split_keeps_order_and_budget(batch: Batch, budget: int) -> None:
     costs = [sum(len(prompt) for prompt in part.prompts) + sum(part.lengths) for part in parts]
     assert len(costs) == len(greedy)  # no more parts than that,
     assert max(costs) <= max(greedy)  # and the largest is not larger
+
+
+@given(batches(), st.integers(1, 60))
+def test_split_cuts_no_group_where_groups_stay_whole(batch: Batch, budget: int) -> None:
+    parts = list(scored(batch).split(budget, whole_groups=True))
+    assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
+    prompts = [prompt for part in parts for prompt in part.prompts]
+    assert tuple(prompts) == batch.prompts  # each in one part alone
+    costs = []
+    for part in parts:
+        check_tensors(part)
+        costs.append(sum(len(prompt) for prompt in part.prompts) + sum(part.lengths))
+        assert costs[-1] <= budget or len(part.prompts) == 1
+    sizes = [
+        len(prompt) + sum(n for n, owner in zip(batch.lengths, batch.group_of, strict=True) if owner == group)
+        for group, prompt in enumerate(batch.prompts)
+    ]
+    greedy = [0]
+    for size in sizes:
+        if greedy[-1] and greedy[-1] + size > budget:
+            greedy.append(0)
+        greedy[-1] += size
+    assert len(costs) == len(greedy) and max(costs) <= max(greedy)
+
+
+@given(batches())
+def test_full_rows_say_the_same_as_the_flat_row(batch: Batch) -> None:
+    """At every place that is read stand the same token and the same one before it, in both layouts."""
+    flat, full = batch.flat(), batch.full_rows()
+    ids, rows = flat.token_ids[0], full.token_ids.flatten()
+    assert torch.equal(ids[flat.source], rows[full.source])
+    assert torch.equal(ids[flat.ends], rows[full.ends])
+    assert torch.equal(flat.target, full.target) and full.scored is flat.scored
+    assert rows[full.ends].tolist() == [completion[-1] for _, completion in rows_of(batch)]
+    whole = [prompt + completion for prompt, completion in rows_of(batch)]
+    assert full.token_ids.shape == (len(batch), max(map(len, whole)))
+    assert [tuple(row[own].tolist()) for row, own in zip(full.token_ids, full.attended, strict=True)] == whole
 
 
 @given(batches(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
@@ -159,7 +198,7 @@ def test_the_flat_row_against_a_literal_loop(batch: Batch) -> None:
     for group, span in enumerate(row.spans):
         assert owners[span.start] == (group, None)
         assert span.prompt_length == len(batch.prompts[group])
-        assert span.kv_length == batch.kv_lengths[group] == 64 * (group + 1)
+        assert span.kv_length == needed(batch.sampled).kv_lengths[group] == 64 * (group + 1)
         assert sum(span.lengths) == sum(1 for owner, c in owners if owner == group and c is not None)
 
 
@@ -237,9 +276,9 @@ def test_collate_pads_on_the_right_and_trains_every_token() -> None:
     batch = collate([group], rewards)
     assert batch.token_ids.tolist() == [[1, 2, 3], [0, 0, 0]]
     assert batch.loss_mask.tolist() == [[True, True, True], [True, False, False]]
-    assert batch.sampler_logprobs is not None
     assert batch.sampler_logprobs.tolist() == [[-1, -2, -3], [-4, 0, 0]]
-    assert (len(batch), batch.num_tokens, batch.kv_lengths, batch.group_of) == (2, 4, (64,), (0, 0))
+    assert batch.sampled is not None and batch.sampled.kv_lengths == (64,) and batch.sampled.members == (0, 1)
+    assert (len(batch), batch.num_tokens, batch.group_of) == (2, 4, (0, 0))
     assert batch.rewards is rewards and batch.select([0]).rewards is None
 
 
@@ -251,7 +290,6 @@ def test_the_overlong_filter_trains_no_token_of_a_completion_that_was_cut_off() 
     group = Group(Prompt(0, "", (1,), {}), completions)
     batch = collate([group], rewards, overlong_filter=True)
     assert batch.loss_mask.tolist() == [[False, False], [True, True], [False, False]]
-    assert batch.sampler_logprobs is not None
     assert batch.sampler_logprobs.tolist() == [[0, 0], [-1, -2], [0, 0]]
     assert batch.lengths == (2, 2, 2) and batch.rewards is rewards and batch.num_tokens == 2
     assert batch.weighted(per_sequence).weights.sum() == pytest.approx(1 / 3)  # type: ignore[union-attr]
@@ -306,3 +344,11 @@ def test_a_demonstration_of_one_token_trains_nothing() -> None:
     assert batch.lengths == (0, 1) and batch.num_tokens == 1
     row = batch.flat()
     assert row.token_ids.tolist() == [[5, 6, 7]] and row.source.tolist() == [1] and row.target.tolist() == [7]
+    assert row.ends.tolist() == [0, 2]  # nothing after the prompt: the prompt's last token
+
+
+def test_an_empty_completion_ends_with_its_prompt() -> None:
+    ids = torch.tensor([[7, 8], [0, 0], [9, 0]])
+    batch = Batch(prompts=((5, 6),), group_of=(0, 0, 0), lengths=(2, 0, 1), token_ids=ids, loss_mask=ids > 0)
+    for row in (batch.flat(), batch.full_rows()):
+        assert row.token_ids.flatten()[row.ends].tolist() == [8, 6, 9]

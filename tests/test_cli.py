@@ -17,6 +17,7 @@ import pytest
 from razona.cli import COMMANDS, main
 from razona.commands import explain
 from razona.config import DemoConfig, GRPOConfig
+from razona.config.options import options
 from razona.errors import DataError
 
 RUN = ["grpo", "--data", "x.jsonl", "--reward", "format"]
@@ -51,6 +52,33 @@ def test_help_answers_at_once(args: list[str]) -> None:
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5
     assert "usage: razona" in done.stdout and "--json" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_a_line_for_each_option_that_people_use(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0 and out.startswith(f"usage: razona {command}")
+    flags = [line for line in out.splitlines() if line.startswith("  --")]
+    assert len(flags) <= 33
+    for line in flags:
+        assert len(line) <= 170 and len(line.split("  ")) > 2, line
+    if command == "grpo":
+        for words in ("--group-size INT ", "--objective NAME ", "dr_grpo, dapo", "--reward TEXT ...", "[8]"):
+            assert words in out
+        assert "--help-all" in out and "betas" not in out
+
+
+def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["grpo", "--help-all"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0
+    for option in options(GRPOConfig()):
+        assert option.flag in out
 
 
 def test_json_is_the_last_line_and_progress_goes_to_stderr(

@@ -26,7 +26,8 @@ from razona.config import (
     SFTEvalConfig,
 )
 from razona.config.check import validate
-from razona.config.load import SHORT_FLAGS, load_config, merge
+from razona.config.load import load_config, merge
+from razona.config.options import SHORT_FLAGS
 from razona.errors import ConfigError
 from razona.types import Sampling
 
@@ -40,14 +41,21 @@ OTHER = {
     "clip_low": 0.1,
     "clip_high": 0.3,
     "dual_clip": 3.0,
+    "by": ("pass_rate", "0.1..0.9"),
 }
 # What an option needs beside it, to have anything to act on.
 LEVEL = (("objective", "importance", "level"), "token")
+RATE = (("objective", "difficulty", "min_pass_rate"), 0.125)
 BESIDE: dict[str, tuple[tuple[str, ...], Any]] = {
-    "outside": LEVEL,
-    "low": LEVEL,
-    "high": LEVEL,
-    "refresh_reference_every": (("measure_kl_every",), 5),
+    **dict.fromkeys((f"objective.importance.{name}" for name in ("outside", "low", "high")), LEVEL),
+    **dict.fromkeys(
+        (
+            f"objective.difficulty.{name}"
+            for name in ("filter_every", "filter_samples", "pass_reward", "pass_above")
+        ),
+        RATE,
+    ),
+    "objective.refresh_reference_every": (("measure_kl_every",), 5),
 }
 
 
@@ -116,8 +124,8 @@ def test_python_toml_and_flags_mean_the_same_for_every_option(cls: type, tmp_pat
         value = other_value(path[-1], hint, default)
         assert value != default, path
         base, toml, flags, within = cls(), "", [], ()
-        if path[-1] in BESIDE:
-            beside = BESIDE[path[-1]]
+        if ".".join(path) in BESIDE:
+            beside = BESIDE[".".join(path)]
             base, toml, flags = replaced(base, *beside), as_toml(*beside), as_flags(*beside)
             within = beside[0][:-1]
         in_python = replaced(base, path, value)

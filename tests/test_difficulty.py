@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import ROWS, contents, grpo_config, lines, model_folder, run_grpo
 
 from razona.cli import main
-from razona.config import GRPOConfig
+from razona.config import GRPOConfig, PassRule
 from razona.config.load import load_config
 from razona.data import PromptSource
 from razona.engines.fake import FakeEngine
@@ -223,7 +223,7 @@ def test_a_fake_engine_is_measured_as_it_is(tmp_path: Path) -> None:
     prompts = [Prompt(i, f"p{i}", (1,), {}) for i in range(40)]
     given: dict[str, Any] = {
         "sampling": Sampling(group_size=16, max_completion_length=1),
-        "pass_above": 0.0,
+        "rule": PassRule(),
         "seed": 0,
         "step": -2,
         "reward_timeout": 60.0,

@@ -1,7 +1,11 @@
-"""The command lines of docs/data.md are ones that the command takes; the code of docs/objectives.md runs."""
+"""The commands of docs/data.md are ones that razona takes, the code of docs/objectives.md runs, links lead
+somewhere, docs/algorithms and the tests name each other, docs/troubleshooting.md quotes the source.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -13,16 +17,19 @@ from tiny_runs import lines, model_folder
 
 from razona.cli import COMMANDS
 from razona.config.load import load_config
+from razona.config.options import SHORT_FLAGS, SINGULAR
 from razona.data import parse_gold
 from razona.tasks import gsm8k, with_task
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *ROOT.glob("docs/**/*.md")])
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^razona .*$", PAGE, re.MULTILINE)
 
 
 def test_there_are_some() -> None:
-    assert len(LINES) == 6 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
+    assert len(LINES) == 7 and {line.split()[1] for line in LINES} == {"grpo", "eval", "select"}
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -62,3 +69,61 @@ def test_the_formula_of_ones_own(
     mask = torch.tensor([[True, True, False]])
     names["soft_clip"](logprobs, logprobs.detach(), torch.tensor([[3.0]]), mask).sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [[-3.0, -3.0, 0.0]]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_algorithms_and_their_tests_name_each_other() -> None:
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+    for page in (ROOT / "docs/algorithms").glob("*.md"):
+        for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")):
+            assert f"def {name}(" in tests, f"{page.name} names {name}"
+    cited = re.findall(r"docs/algorithms/([\w-]+\.md)#([\w-]+)", tests)
+    assert len(cited) >= 5
+    for name, anchor in cited:
+        assert anchor in anchors(ROOT / "docs/algorithms" / name), f"a test cites {name}#{anchor}"
+
+
+def test_troubleshooting_quotes_what_razona_prints() -> None:
+    quotes = re.findall(r"^```\n(.*?)^```$", TROUBLE, re.DOTALL | re.MULTILINE)
+    printed = "\n".join(
+        str(node.value)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    assert len(quotes) >= 9
+    for line in "".join(quotes).splitlines():
+        for part in line.removeprefix("note: ").split("…"):
+            assert part in printed, part
+
+
+def options_of(config: Any, prefix: str = "") -> set[str]:
+    names = set()
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        names |= options_of(value, f"{name}.") if dataclasses.is_dataclass(value) else {f"--{name}"}
+    return names
+
+
+def test_the_options_that_are_named_exist() -> None:
+    known = {"--json", "--dry-run", "--help", "--help-all", "--traceback", *SHORT_FLAGS, *SINGULAR}
+    known |= {"--no-deps"}  # pip's
+    for _, config, _ in COMMANDS.values():
+        known |= options_of(config())
+    for page in (ROOT / "README.md", ROOT / "docs/troubleshooting.md"):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z\d.-]*[a-z\d]", page.read_text(encoding="utf-8")):
+            assert option in known, f"{page.name}: {option}"

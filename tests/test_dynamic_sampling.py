@@ -48,7 +48,7 @@ def rounds_of(digits: list[str], per_round: int) -> Iterator[tuple[list[Group], 
         yield groups, torch.tensor([[[float(c.text)] for c in g.completions] for g in groups]).double()
 
 
-DYN_1 = ["1111", "0100", "0000", "1011", "0110", "1111", "0010"]
+SEVEN_PROMPTS = ["1111", "0100", "0000", "1011", "0110", "1111", "0010"]
 
 
 def dynamic_sampling_of(**options: Any) -> DynamicSampling:
@@ -59,9 +59,9 @@ def names(groups: list[Group]) -> list[Any]:
     return [group.prompt.input for group in groups]
 
 
-def test_golden_dyn_1() -> None:
-    """algorithms: round 1 keeps p2, round 2 keeps p4 and p5; 6 prompts are consumed."""
-    dynamic_sampling, rounds = dynamic_sampling_of(), rounds_of(DYN_1, 3)
+def test_dynamic_sampling_golden() -> None:
+    """docs/algorithms/advantages.md#dynamic-sampling: p2, then p4 and p5 are kept; 6 prompts are consumed."""
+    dynamic_sampling, rounds = dynamic_sampling_of(), rounds_of(SEVEN_PROMPTS, 3)
     groups, rewards, figures = dynamic_sampling(lambda: next(rounds), 3)
     assert names(groups) == ["p2", "p4", "p5"] and rewards.shape == (3, 4, 1)
     assert rewards.sum((1, 2)).tolist() == [1, 3, 2]
@@ -75,7 +75,7 @@ def test_golden_dyn_1() -> None:
 
 
 def test_the_cap_talks_about_difficulty() -> None:
-    rounds = rounds_of(DYN_1, 3)
+    rounds = rounds_of(SEVEN_PROMPTS, 3)
     with pytest.raises(DifficultyError, match=r"1 rounds, 3 prompts of 4 completions, gave 1 mixed groups"):
         dynamic_sampling_of(max_rounds=1)(lambda: next(rounds), 3)
     for digits, word in (("0000", "too hard"), ("1111", "too easy")):
@@ -113,12 +113,12 @@ def test_right_is_what_one_reward_says() -> None:
     assert not dynamic_sampling.right(torch.tensor([[torch.nan, 1.0]])).any()
     bound = bind([right, lambda completions: [0.0] * len(completions)], columns=["prompt"])
     with pytest.raises(
-        ConfigError, match=r"none is named\. Give --objective\.dynamic-sampling\.reward one of: "
+        ConfigError, match=r"none is named\. Give --objective\.dynamic-sampling\.pass-reward one of: "
     ):
         DynamicSampling(DynamicSamplingConfig(), bound, prompts_of(1))
     with pytest.raises(ConfigError, match=r"'rigth' is none of .* Did you mean 'right'"):
-        DynamicSampling(DynamicSamplingConfig(reward="rigth"), bound, prompts_of(1))
-    assert DynamicSampling(DynamicSamplingConfig(reward="lambda"), bound, prompts_of(1)).pass_index == 1
+        DynamicSampling(DynamicSamplingConfig(pass_reward="rigth"), bound, prompts_of(1))
+    assert DynamicSampling(DynamicSamplingConfig(pass_reward="lambda"), bound, prompts_of(1)).pass_index == 1
 
 
 def test_a_prompt_of_two_rounds_gets_other_seeds() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import in_bf16
 from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tiny_runs import grpo_config, lines, model_folder, run_grpo
 
 from razona.batch import collate
+from razona.build.model import make_engine
 from razona.config import OptimizerConfig
 from razona.engines.fake import FakeEngine
 from razona.engines.hf import HFEngine
@@ -20,9 +23,11 @@ from razona.engines.native import NativeEngine
 from razona.engines.sampling import draw, truncate
 from razona.engines.testing import BUDGET, check_engine
 from razona.errors import ModelError
+from razona.models import from_model
 from razona.models.flat import padded_length
 from razona.policy import Policy
-from razona.types import Completion, Group, Prompt, Sampling
+from razona.run.console import Console
+from razona.types import Completion, Engine, Group, Prompt, Sampling
 
 WORDS = ("yes", "no", "maybe", "so", "</s>")
 LOGITS = (0.3, 1.0, -0.4, 0.0, -1.0)
@@ -144,8 +149,32 @@ def test_native_engine_refuses_a_model_it_cannot_run() -> None:
 
     model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=200, hidden_size=32, n_layer=1, n_head=2))
     policy = Policy(model, tiny_tokenizer(), optimizer=OptimizerConfig(), precision="fp32")
-    with pytest.raises(ModelError, match=r"native engine cannot run BloomForCausalLM.*Use .*HFEngine"):
+    with pytest.raises(ModelError, match=r"cannot run BloomForCausalLM.*cannot be shared.*sampling\.engine"):
         NativeEngine(policy, stop_token_ids=())
+    loaded, console = from_model(model, tiny_tokenizer(), "bloom"), Console()
+    with pytest.raises(ModelError, match="cannot be shared"):
+        make_engine(policy, loaded, console, "native")
+    assert isinstance(make_engine(policy, loaded, console), HFEngine)
+
+
+def test_the_configuration_chooses_the_engine() -> None:
+    policy, console = policy_of("llama"), Console()
+    loaded = from_model(policy.model, tiny_tokenizer(), "tiny")
+    auto, native, hf = (make_engine(policy, loaded, console, name) for name in ("auto", "native", "hf"))
+    assert [type(engine) for engine in (auto, native, hf)] == [NativeEngine, NativeEngine, HFEngine]
+    for engine in (native, hf, FakeEngine(WORDS, stop_token_ids=())):
+        assert isinstance(engine, Engine) and engine.description and engine.exactness
+
+
+def test_a_run_with_either_engine_samples_the_same(tmp_path: Path) -> None:
+    folder, sampled = model_folder(tmp_path / "model"), {}
+    for name in ("auto", "hf"):
+        options = {"model__precision": "fp32", "run__num_steps": 1, "sampling__engine": name}
+        _, printed = run_grpo(grpo_config(folder, tmp_path / name, **options))
+        engine = HFEngine if name == "hf" else NativeEngine
+        assert f"samples: {engine.description}; {engine.exactness}" in printed
+        sampled[name] = [line["completion"] for line in lines(tmp_path / name / "rollouts.jsonl")]
+    assert sampled["auto"] == sampled["hf"]
 
 
 def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:

@@ -1,4 +1,6 @@
-"""GSPO, CISPO, RLOO, REINFORCE and importance weights against golden numbers. Fixture F is in test_losses."""
+"""GSPO, CISPO, RLOO, REINFORCE and importance weights against the golden numbers of
+docs/algorithms/policy-losses.md. Fixture F is in test_losses.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def per_row(values: Rows) -> Rows:
     return [row * length for row, length in zip(values, LENGTHS, strict=True)]
 
 
-def test_gspo_1_ratio_value_and_gradient() -> None:
+def test_gspo_golden() -> None:
     ratios = policy.mean_ratio(NEW, OLD, MASK)
     assert ratios[:, 0].tolist() == pytest.approx([1.033895, 0.839457, 0.939413, 1.349859], abs=DIGITS)
     assert (ratios[~MASK] == 1).all()
@@ -62,7 +64,7 @@ def test_gspo_1_ratio_value_and_gradient() -> None:
     check(gspo(), -0.000337, per_row([[0.0], [0.0], [0.0], [0.0]]))  # every completion is clipped
 
 
-def test_gspo_2_small_drift() -> None:
+def test_gspo_golden_small_drift() -> None:
     drift = pad([[0.0003, -0.0001, 0.0004], [-0.0005, 0.0001], [0.0002, -0.0004, 0.0, -0.0001], [0.0003]])
     function = partial(total_loss, gspo())
     assert function(OLD + drift).item() == pytest.approx(-0.000174, abs=DIGITS)
@@ -74,7 +76,7 @@ def test_gspo_2_small_drift() -> None:
     assert not below.any() and not above.any()
 
 
-def test_cispo_1() -> None:
+def test_cispo_golden() -> None:
     slopes = [
         [-0.117530, -0.091532, -0.091532],
         [0.038701, 0.060695],
@@ -91,7 +93,7 @@ def test_cispo_1() -> None:
     assert total_loss(two_sided, NEW).item() == pytest.approx(-0.337402, abs=DIGITS)
 
 
-def test_rloo_1() -> None:
+def test_rloo_golden() -> None:
     ratios = policy.sequence_ratio(NEW, OLD, MASK)
     assert ratios[:, 0].tolist() == pytest.approx([1.105171, 0.704688, 0.778801, 1.349859], abs=DIGITS)
     assert (ratios[~MASK] == 1).all()
@@ -105,8 +107,8 @@ def slopes_on_policy(objective: Objective, advantages: Tensor = NORMALIZED) -> T
 
 
 def test_on_policy_identities() -> None:
-    """P15: where the ratio is 1, GRPO by tokens = CISPO = REINFORCE, GSPO = GRPO by completions, and RLOO is
-    REINFORCE on whole completions.
+    """docs/algorithms/policy-losses.md#on-policy-identities: where the ratio is 1, GRPO by tokens = CISPO =
+    REINFORCE, GSPO = GRPO by completions, and RLOO is REINFORCE on whole completions.
     """
     reinforce = Objective(**{**grpo()._asdict(), "loss_fn": policy.reinforce, "weight_fn": per_token})
     by_tokens = slopes_on_policy(grpo(weights="per_token"))
@@ -142,7 +144,7 @@ def test_gspo_token_credits_tokens_apart() -> None:
 
 @given(st.lists(st.floats(-0.5, 0.5), min_size=1, max_size=4), st.integers(1, 3))
 def test_the_ratio_of_gspo_does_not_grow_with_the_length(drift: list[float], times: int) -> None:
-    """P17; that of RLOO does."""
+    """docs/algorithms/policy-losses.md#on-policy-identities; that of RLOO does."""
     row = torch.tensor([drift], dtype=torch.float64)
     longer, zero = row.repeat(1, times), torch.zeros(1, len(drift) * times, dtype=torch.float64)
     once = policy.mean_ratio(row, torch.zeros_like(row), row == row)[0, 0].item()
@@ -235,7 +237,7 @@ def weights_of(level: Level, outside: Outside, high: float, low: float = 0.0) ->
     return importance_weights(OLD, SAMPLER, MASK, level=level, outside=outside, low=low, high=high)
 
 
-def test_tis_1_ratios() -> None:
+def test_importance_ratios_golden() -> None:
     tokens = [[1.020201, 0.904837, 1], [1, 2.225541], [1.051271, 1, 0.951229, 1.051271], [0.980199]]
     torch.testing.assert_close(weights_of("token", "truncate", 9.0), pad(tokens), atol=DIGITS, rtol=0)
     for level, expected in (
@@ -258,7 +260,7 @@ def test_tis_1_ratios() -> None:
         ("sequence", "mask", 0.0, 2.0, 0.150816),
     ],
 )
-def test_tis_1(level: Level, outside: Outside, low: float, high: float, value: float) -> None:
+def test_importance_golden(level: Level, outside: Outside, low: float, high: float, value: float) -> None:
     objective = with_importance(grpo(weights="per_token"), level=level, outside=outside, low=low, high=high)
 
     def corrected(lp: Tensor, sampler: Tensor) -> Tensor:
@@ -267,7 +269,7 @@ def test_tis_1(level: Level, outside: Outside, low: float, high: float, value: f
 
     assert corrected(NEW, SAMPLER).item() == pytest.approx(value, abs=DIGITS)
     plain = total_loss(grpo(weights="per_token"), NEW)
-    assert corrected(NEW, OLD).item() == plain.item() == pytest.approx(0.206144, abs=DIGITS)  # P18
+    assert corrected(NEW, OLD).item() == plain.item() == pytest.approx(0.206144, abs=DIGITS)
     assert objective.importance_bounds == (low, high)
 
 

@@ -184,17 +184,17 @@ def test_no_reference_is_kept_when_none_is_needed(model: Path, tmp_path: Path) -
     assert not (tmp_path / "run/reference.safetensors").exists()
 
 
-def partly_flat(*, completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+def partly_zero_std(*, completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
     """Half of the prompts have one reward for all completions."""
     return [1.0 if int(a) % 2 else sum(ids) % 7.0 for ids, a in zip(completion_ids, answer, strict=True)]
 
 
-def test_flat_groups_are_skipped_and_change_nothing(model: Path, tmp_path: Path) -> None:
+def test_zero_std_groups_are_skipped_and_change_nothing(model: Path, tmp_path: Path) -> None:
     options = {"model__precision": "fp32", "run__num_steps": 3, "optimizer__eps": 1e-3, "prompts_per_step": 8}
-    run_grpo(grpo_config(model, tmp_path / "skipped", **options), reward_fns=[partly_flat])
+    run_grpo(grpo_config(model, tmp_path / "skipped", **options), reward_fns=[partly_zero_std])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Batch, "with_signal", lambda self: self)
-        run_grpo(grpo_config(model, tmp_path / "kept", **options), reward_fns=[partly_flat])
+        run_grpo(grpo_config(model, tmp_path / "kept", **options), reward_fns=[partly_zero_std])
     assert distance(tmp_path / "skipped", tmp_path / "kept") < 1e-6
     skipped, kept = (lines(tmp_path / name / "metrics.jsonl") for name in ("skipped", "kept"))
     for a, b in zip(skipped, kept, strict=True):
@@ -203,7 +203,7 @@ def test_flat_groups_are_skipped_and_change_nothing(model: Path, tmp_path: Path)
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), abs=1e-6, rel=1e-5)
 
 
-def test_all_groups_flat_changes_no_weight(model: Path, tmp_path: Path) -> None:
+def test_only_zero_std_groups_change_no_weight(model: Path, tmp_path: Path) -> None:
     run_grpo(
         grpo_config(model, tmp_path / "run", model__precision="fp32"), reward_fns=[lambda **_: [1.0] * 16]
     )
@@ -377,7 +377,7 @@ def test_the_config_is_written_as_it_was_given(model: Path, tmp_path: Path) -> N
     assert merge(type(config)(), stored) == config
 
 
-def test_flat_groups_are_counted_as_the_advantages_see_them() -> None:
+def test_zero_std_groups_are_counted_as_the_advantages_see_them() -> None:
     rewards = torch.tensor([[1.0, 1.0], [1.0, 2.0], [torch.nan, 1.0], [torch.nan, torch.nan]])
     assert zero_std_groups(rewards).tolist() == [True, False, True, True]
 

@@ -1,11 +1,12 @@
-"""The floors of the house: a room imports only rooms with a lower number."""
+"""The floors of the house: a file imports only files of lower floors or of its own, never in a circle."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,39 +14,34 @@ import pytest
 import razona
 
 SRC = Path(razona.__file__).parent
-FLOORS = {
-    **dict.fromkeys(("types", "errors", "chat"), 0),
-    **dict.fromkeys(("config", "losses", "advantages"), 1),
-    **dict.fromkeys(("objective", "batch"), 2),
-    "models": 3,
-    **dict.fromkeys(("policy", "value_model", "engines"), 4),
-    **dict.fromkeys(("data", "tasks", "rewards", "console"), 5),
-    **dict.fromkeys(("rollout", "checkpoint", "log", "metrics", "header", "card", "setup"), 6),
-    **dict.fromkeys(
-        [
-            "evaluate",
-            "progress",
-            "generate",
-            "merge",
-            "push",
-            "testing",
-            "explain",
-            "difficulty",
-            "refill",
-            "doctor",
-            "advise",
-        ],
-        7,
-    ),
-    **dict.fromkeys(("train", "select"), 8),
-    **dict.fromkeys(("labels", "recipes", "report", "demo"), 9),
-    **dict.fromkeys(("trl", "unsloth"), 10),
-    "cli": 11,
-    "__main__": 12,
-}
-ONLY_STDLIB = ("types", "errors", "config", "explain")
+LIST = """
+    types errors
+    config
+    losses advantages
+    batch objective
+    data tasks rewards
+    models
+    policy
+    engines
+    run
+    rollout
+    build
+    train
+    doctor advise
+    labels recipes report
+    commands
+    trl unsloth
+    cli
+    __main__
+"""
+"""The house, from the ground up: a file imports only what stands above its room in this list, and files of
+its own line, in no circle.
+"""
+FLOORS = {name: floor for floor, line in enumerate(LIST.split("\n")) for name in line.split()}
+ONLY_STDLIB = ("types", "errors", "config")
 STDLIB_AND = {"config": {"tyro", "tomllib", "tomli"}}  # imported inside functions
 PURE_TORCH = ("losses", "advantages", "objective")
+MAX_ROOT_FILES = 10
 
 FILES = sorted(SRC.rglob("*.py"))
 
@@ -86,28 +82,60 @@ def third_party(path: Path) -> set[str]:
     return {top for top in tops if top != "razona" and top not in sys.stdlib_module_names}
 
 
+def imported_files() -> dict[str, set[str]]:
+    """Every file and those of razona that it imports; the package itself loads its names lazily."""
+    names = {module_name(path).removesuffix(".__init__"): path for path in FILES}
+    files = set(names) - {"razona"}
+    return {name: {other for other in imports(names[name]) if other in files} for name in files}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Files that cannot be put in an order in which each imports only earlier ones."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def test_every_room_has_a_floor() -> None:
     rooms = {room(module_name(path)) for path in FILES} - {None}
     assert rooms <= set(FLOORS), f"give {sorted(rooms - set(FLOORS))} a floor, here and in the docs"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_room_imports_only_lower_floors(path: Path) -> None:
-    here = room(module_name(path))
-    if here is None:
-        return  # the package's own __init__ loads public names lazily
-    for name in imports(path):
-        there = room(name) if name.split(".")[0] == "razona" else None
-        if there is not None and there != here:
-            assert FLOORS[there] < FLOORS[here], f"{module_name(path)} (floor {FLOORS[here]}) imports {name}"
+def test_no_file_imports_one_of_a_higher_floor() -> None:
+    wrong = [
+        f"{name} (floor {FLOORS[str(room(name))]}) imports {other} (floor {FLOORS[str(room(other))]})"
+        for name, others in sorted(imported_files().items())
+        for other in sorted(others)
+        if FLOORS[str(room(other))] > FLOORS[str(room(name))]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}), "the test itself sees no circle"
+    found = circle(imported_files())
+    assert not found, " <- ".join(found)
 
 
 def test_loops_never_import_each_other() -> None:
-    for path in sorted((SRC / "train").glob("*.py")):
-        others = [name for name in imports(path) if name.startswith("razona.train.")]
-        assert not others, (
-            f"{module_name(path)} imports {others}: a helper of two loops belongs on a lower floor"
-        )
+    for name, others in imported_files().items():
+        if room(name) == "train":
+            wrong = sorted(other for other in others if room(other) == "train")
+            assert not wrong, f"{name} imports {wrong}: a helper of two loops belongs on a lower floor"
+
+
+def test_what_loops_share_knows_no_model() -> None:
+    for name, others in imported_files().items():
+        if room(name) == "run":
+            wrong = sorted(o for o in others if room(o) in ("models", "policy", "engines"))
+            assert not wrong, f"{name} imports {wrong}: give it a value or a function instead"
+
+
+def test_few_files_lie_at_the_root() -> None:
+    there = sorted(path.name for path in SRC.glob("*.py"))
+    assert len(there) <= MAX_ROOT_FILES, f"{len(there)} files: {', '.join(there)}. Give some a room"
 
 
 def test_low_floors_import_little() -> None:

@@ -1,4 +1,4 @@
-"""Losses and weights against golden numbers, their gradients included."""
+"""Losses and weights against the golden numbers of docs/algorithms, their gradients included."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_clip_fractions_of_the_fixture() -> None:
         assert (above.sum() / 10).item() == pytest.approx(above_share)
 
 
-def test_l1_grpo() -> None:
+def test_grpo_golden() -> None:
     check(
         grpo(),
         -0.083059,
@@ -113,19 +113,19 @@ def test_l1_grpo() -> None:
     check(grpo(kl_coef=0.04, kl_estimator="k3_weighted"), -0.081650)
 
 
-def test_l2_token_mean_and_dapo_clip() -> None:
+def test_token_mean_golden() -> None:
     check(grpo(weights="per_token"), 0.206144)
     slopes = [[-0.117530, -0.091532, -0.091532], [0, 0.060695], [0.148883, 0, 0.134715, 0.121895], [0]]
     check(dapo(), 0.196387, slopes)
     check(dapo(kl_coef=0.04), 0.197221)
 
 
-def test_l3_dr_grpo() -> None:
+def test_dr_grpo_golden() -> None:
     slopes = [[0, -0.037157, -0.037157], [0, 0.024639], [0.060439, 0, 0.054688, 0.049483], [0]]
     check(dr_grpo(max_tokens=8), 0.083684, slopes, advantages=CENTRED)
 
 
-def test_l4_sequence_sum() -> None:
+def test_sequence_sum_golden() -> None:
     check(grpo(weights="sequence_sum"), 0.515361)
 
 
@@ -137,7 +137,7 @@ def test_l4_sequence_sum() -> None:
         (dr_grpo(max_tokens=8), CENTRED, 0.109375, (-1.25 / 32, 0.75 / 32, 1.75 / 32, -1.25 / 32)),
     ],
 )
-def test_l5_on_policy(
+def test_on_policy_golden(
     objective: Objective, advantages: Tensor, value: float, slopes: tuple[float, ...]
 ) -> None:
     """The ratio is 1, nothing is clipped, and the gradient is not 0 though the loss of GRPO is."""
@@ -157,7 +157,7 @@ def test_l5_on_policy(
             torch.testing.assert_close(found, pad(rows), atol=DIGITS, rtol=0)
 
 
-def test_l6_accumulation_needs_the_global_count() -> None:
+def test_accumulation_needs_the_global_count() -> None:
     objective = grpo(weights="per_token", clip_high=0.28)
     parts = [slice(0, 1), slice(1, 4)]
 
@@ -171,7 +171,7 @@ def test_l6_accumulation_needs_the_global_count() -> None:
     assert sum(part(rows, num_tokens=10) for rows in parts) == pytest.approx(0.196387, abs=DIGITS)
 
 
-def test_l7_aggregations() -> None:
+def test_aggregations_golden() -> None:
     losses = pad([[0.1, 0.2, 0.3], [1.0], [0.5, 0.5], [2.0, 0.0, 1.0, 1.0]])
     mask = torch.arange(4) < torch.tensor([3, 1, 2, 4])[:, None]
     assert masked_sum(losses, per_token(mask)).item() == pytest.approx(0.66, abs=DIGITS)
@@ -184,7 +184,7 @@ def test_l7_aggregations() -> None:
     assert sum(odd) / 2 == pytest.approx(0.783333, abs=DIGITS)
 
 
-def test_l8_a_masked_row_still_counts_as_a_sequence() -> None:
+def test_a_masked_row_still_counts_as_a_sequence() -> None:
     mask = MASK.clone()
     mask[2] = False
     check(grpo(weights="per_token", clip_high=0.28), -0.528131, mask=mask)
@@ -211,7 +211,7 @@ P = torch.softmax(torch.tensor([0.5, 0.0, -0.5], dtype=torch.float64), 0)
 Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 
 
-def test_kl_1_values() -> None:
+def test_kl_golden_values() -> None:
     lp, ref = P.log(), Q.log()
     expected = {
         kl_k1: [0.929168, -0.487122, -0.476297],
@@ -226,7 +226,7 @@ def test_kl_1_values() -> None:
     assert variances == pytest.approx([0.498510, 0.008660], abs=1e-6)
 
 
-def test_kl_1_gradients_by_enumeration() -> None:
+def test_kl_golden_gradients() -> None:
     """E over tokens of the policy of the gradient of each estimator, with respect to the logits."""
     reverse, forward = [0.352992, -0.220978, -0.132013], [0.306480, -0.192804, -0.113676]
     mask = torch.ones(3, dtype=torch.bool)
@@ -238,7 +238,7 @@ def test_kl_1_gradients_by_enumeration() -> None:
         assert found.tolist() == pytest.approx(expected, abs=DIGITS), name
 
 
-def test_sft_1() -> None:
+def test_sft_golden() -> None:
     logits = torch.tensor(
         [[2.0, 0, -1], [0.5, 0.5, 0], [1, 2, 0], [-1, 0, 3]], dtype=torch.float64, requires_grad=True
     )
@@ -255,7 +255,7 @@ def test_sft_1() -> None:
     assert slope[0].tolist() == [0, 0, 0]
 
 
-def test_sft_2_accumulation() -> None:
+def test_sft_accumulation() -> None:
     batch = pad([[-0.2, -0.4, -0.6], [-1.0]], 3)
     mask = torch.tensor([[True, True, True], [True, False, False]])
     weights = per_token(mask)

@@ -17,9 +17,9 @@ from torch import Tensor
 from razona.config.commands import DemoConfig
 from razona.errors import NotFinite
 from razona.objective import grpo
+from razona.rollout.notices import NothingLearned
 from razona.run.checkpoint import newest_checkpoint
 from razona.run.console import KEY_FIGURES, Console
-from razona.run.progress import ZeroStdNote
 from razona.train import sft
 
 
@@ -91,9 +91,10 @@ def test_steps_that_teach_nothing_are_said_now_and_then(model: Path, tmp_path: P
     assert "all rewards are equal" not in printed
 
     out = io.StringIO()
-    note = ZeroStdNote(Console(file=out))
+    note = NothingLearned(Console(file=out))
     for step in range(1, 25):
-        note(step, {"frac_zero_std": 0.9 if step == 1 else 1.0, "truncated": 1.0, "reward": 0.0})
+        zero_std = 0.9 if step == 1 else 1.0
+        note(step, {"frac_zero_std": zero_std, "truncated": 1.0, "reward": 0.0, "trained_tokens": 9.0})
     said = [line.split(":")[1] for line in out.getvalue().splitlines()]
     assert said == [" step 2", " step 12", " step 22"] and "max_completion_length" in out.getvalue()
 
@@ -136,7 +137,7 @@ def test_the_demo_names_no_option_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def interrupted(config: Any, **parts: Any) -> dict[str, Any]:
         given.update(parts)
-        return {"interrupted": True}
+        return {"interrupted": True, "signal": None}
 
     loaded = type("Loaded", (), {"model": None, "tokenizer": None})()
     for name, value in {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from test_flat import plain_logprobs, rollout
 from tiny_models import ARCHITECTURES, tiny_model
 from torch import Tensor
 
-from razona.batch import Batch
+from razona.batch import Batch, needed
 from razona.config.common import OptimizerConfig
 from razona.errors import CheckpointError, ModelError
 from razona.losses.kl import kl_k3
@@ -312,8 +313,8 @@ def test_scores_keep_their_bits_when_groups_share_a_row() -> None:
     """bf16 on a CPU: a group's log-probs do not depend on the micro-batch it stands in."""
     policy = make()
     batch = rollout(((5, (9, 4)), (7, (3, 12)), (3, (6, 6))))
-    lengths = [padded_length(len(prompt) + 12) for prompt in batch.prompts]
-    object.__setattr__(batch, "kv_lengths", tuple(lengths))
+    lengths = tuple(padded_length(len(prompt) + 12) for prompt in batch.prompts)
+    batch = replace(batch, sampled=replace(needed(batch.sampled), kv_lengths=lengths))
     with torch.no_grad():
         whole = policy.logprobs(batch, temperature=1.0)
         for rows in ([0, 1], [2, 3], [4, 5], [3], [1, 4]):

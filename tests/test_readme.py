@@ -1,17 +1,54 @@
-"""The Python blocks of README.md run as they are printed, with a tiny model and few steps."""
+"""What README.md prints runs as it is printed: its Python with few steps, its commands, with a tiny model."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from tiny_runs import ROWS, grpo_config, lines, model_folder
 
+from razona.cli import main
 from razona.objective import group_advantages
 
 README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+TEXT = README.read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+REWARDS, *BLOCKS = blocks("python")
+FIRST_RUN, SFT = (shlex.split(command.replace("\\\n", " ")) for command in blocks("sh"))
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_folder(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    (row,) = blocks("json")
+    Path("train.jsonl").write_text(row)
+    Path("my_rewards.py").write_text(REWARDS)
+    assert main([*FIRST_RUN[1:], "--model", str(model)]) == 0
+    printed = capsys.readouterr().out
+    assert [step["step"] for step in lines(tmp_path / "runs/first/metrics.jsonl")] == [1, 2, 3, 4, 5]
+    for line in ("optimises: 1 x right_and_brief, by GRPO", "clip: ratio of a token in [0.8, 1.2], but"):
+        assert line in printed and line in TEXT
+
+
+def test_the_sft_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_folder(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    Path("demonstrations.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n')
+    assert main([*SFT[1:], "--model", str(model)]) == 0
+    assert (tmp_path / "runs/sft/model/config.json").exists()
 
 
 def test_the_call_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ def trained(
 
 
 def unaided(batch: Batch) -> Batch:
-    return replace(batch, activations=())
+    assert batch.sampled is not None
+    return replace(batch, sampled=replace(batch.sampled, activations=(None,) * len(batch.prompts)))
 
 
 def furthest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -312,8 +313,9 @@ def test_one_completion_a_step_is_computed_anew() -> None:
     groups = sampled(policy, 5, 30)
     for wrong in (0.0, 0.5):
         batch = collate(groups)
-        assert batch.sampler_logprobs is not None
-        batch = replace(batch, sampler_logprobs=batch.sampler_logprobs + wrong)
+        assert batch.sampled is not None
+        moved = replace(batch.sampled, logprobs=batch.sampled.logprobs + wrong)
+        batch = replace(batch, sampled=moved)
         meter = UpdateMeter(grpo())
         meter.watch(policy, batch, step=3, temperature=1.0)
         metrics = meter.metrics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import sys
 import threading
 import time
 import traceback
@@ -15,6 +16,7 @@ import torch
 from test_rewards import groups_of, run
 
 from razona.errors import RewardError
+from razona.rewards.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,60 @@ def test_an_exception_is_named_with_the_completion_that_brings_it_about(fn, time
     assert str(caught.value).endswith("Row 8, completion 'bad'.")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "fails" in [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+
+
+def leaves(completions):
+    sys.exit(0)
+
+
+async def aleaves(completions):
+    sys.exit(0)
+
+
+async def leaves_within(completions):
+    await asyncio.gather(aleaves(completions))
+
+
+async def cancels(completions):
+    raise asyncio.CancelledError
+
+
+def closes(completions):
+    raise GeneratorExit
+
+
+def leaves_when_read(completions):
+    yield from leaves(completions)
+
+
+@pytest.mark.parametrize("fn", [leaves, aleaves, leaves_within, cancels, closes, leaves_when_read])
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_no_function_ends_the_program(fn, timeout):
+    with pytest.raises(RewardError, match=f"'{fn.__name__}' raised .*Row 7, completion 'a'") as caught:
+        run(fn, groups_of("a", row=7), timeout=timeout)
+    assert ("SystemExit: 0. It may not end the program" in str(caught.value)) == ("leaves" in fn.__name__)
+    assert run(slow_constant, groups_of("a"), timeout=5.0) == [1.0]  # the event loop lives on
+
+
+async def slow_constant(completions):
+    await asyncio.sleep(0.01)
+    return [1.0] * len(completions)
+
+
+def test_ctrl_c_in_a_function_is_ctrl_c():
+    """Where functions run in this thread, it is not theirs."""
+
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, groups_of("a"), timeout=None)
+
+
+def test_a_file_that_ends_the_program_is_an_error(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\n\ndef reward(completions): ...\n\nsys.exit(0)\n")
+    with pytest.raises(RewardError, match=r"mine\.py cannot be run: SystemExit: 0"):
+        resolve(f"{tmp_path / 'mine.py'}:reward")
 
 
 def test_a_generator_fails_like_a_function():

@@ -118,7 +118,7 @@ def test_length():
 
 
 def test_soft_overlong_golden():
-    """OVL-1: 20480 = 16384 + a cache of 4096."""
+    """docs/algorithms/advantages.md#soft-overlong: 20480 = 16384 + a cache of 4096."""
     punish = soft_overlong(20480, 4096)
     lengths = (0, 16384, 16385, 17408, 18432, 20480, 20481)
     found = punish(completion_ids=[range(n) for n in lengths])

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from razona.config import DataConfig, GRPOConfig, OptimizerConfig, RunConfig
 from razona.errors import CheckpointError, ConfigError
+from razona.rewards import bind
 from razona.rollout.records import rollout_records
 from razona.run.console import Console, shorten
 from razona.run.folder import Phases, RunFolder, json_line, truncate_jsonl
@@ -29,14 +31,9 @@ def records(step: int) -> list[dict[str, Any]]:
         Completion((4, 5), (-0.1, -0.2), text, "stop" if text == "4" else "length", policy_version=step)
         for text in ("4", "[bold]5[/bold] \x1b[31m")
     )
-    return rollout_records(
-        step,
-        [Group(prompt, completions)],
-        rewards=[[[1.0, math.nan], [0.0, 0.5]]],
-        reward_names=["correct", "format"],
-        totals=[[1.0, 0.5]],
-        advantages=[[1.0, -1.0]],
-    )
+    rewards = torch.tensor([[[1.0, math.nan], [0.0, 0.5]]], dtype=torch.float64)
+    bound = bind([lambda completions: []] * 2, columns=[], names=["correct", "format"])
+    return rollout_records(step, [Group(prompt, completions)], rewards, bound, torch.tensor([1.0, -1.0]))
 
 
 # -- the folder

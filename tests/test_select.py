@@ -58,7 +58,7 @@ def config(at: Path, **changes: Any) -> SelectConfig:
         "model": {"name": str(at)},
         "data": {"path": "in.jsonl"},
         "sampling": {"group_size": 8, "max_completion_length": 1},
-        "reward": "mine.py:right",
+        "pass_reward": "mine.py:right",
         "output": "out.jsonl",
         "prompts_per_chunk": 3,
     }
@@ -105,7 +105,9 @@ def test_what_is_kept(model: Path, folder: Path) -> None:
     ):
         assert words in said.replace("\n", " "), words
     header, *rates = lines(folder / "out.jsonl.rates.jsonl")
-    assert [rate["row"] for rate in rates] == list(range(8)) and header["select"]["reward"] == "mine.py:right"
+    assert [rate["row"] for rate in rates] == list(range(8)) and header["select"][
+        "pass_reward"
+    ] == "mine.py:right"
     assert (rates[4]["scored"], rates[4]["pass_rate"], rates[4]["pass_rate_interval"]) == (
         0,
         None,
@@ -182,7 +184,7 @@ def test_another_setting_is_refused(model: Path, folder: Path, tmp_path: Path) -
             {"sampling": {"group_size": 4, "max_completion_length": 1}},
             "sampling.group_size: it was 8 and is 4",
         ),
-        ({"reward": "mine.py:first"}, "reward: it was 'mine.py:right'"),
+        ({"pass_reward": "mine.py:first"}, "pass_reward: it was 'mine.py:right'"),
         ({"seed": 1}, "seed: it was 0 and is 1"),
         ({"pass_above": 0.5}, "pass_above: it was 0.0"),
         ({"num_prompts": 3}, "num_prompts: it was 0"),
@@ -226,7 +228,7 @@ def test_original_columns_and_the_gold(model: Path, folder: Path) -> None:
             {"prompt": "c", "answer": "so #### 2"}]  # fmt: skip
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": "in.jsonl", "gold": "answer:after('####')", "no_gold": "drop"}
-    _, said = selected(config(model, data=data, reward="exact_answer"))
+    _, said = selected(config(model, data=data, pass_reward="exact_answer"))
     written = lines(folder / "out.jsonl")
     assert [(row["prompt"], row["answer"]) for row in written] == [("a", "so #### 1"), ("c", "so #### 2")]
     assert "original_answer" not in written[0] and written[0]["pass_rate"] != 0.9
@@ -245,7 +247,7 @@ def test_original_columns_and_the_gold(model: Path, folder: Path) -> None:
         ({"output": ""}, ConfigError, "output is empty: there is nowhere to write. Give --out FILE.jsonl"),
         ({"output": "in.jsonl"}, ConfigError, "is there already, and would be lost"),
         ({"sampling": {"temperature": 0.0}}, ConfigError, "every pass rate would be 0 or 1"),
-        ({"reward": "exact"}, RewardError, "Did you mean 'exact_answer'"),
+        ({"pass_reward": "exact"}, RewardError, "Did you mean 'exact_answer'"),
     ],
 )
 def test_errors_before_the_model_is_loaded(

@@ -163,7 +163,7 @@ def test_several_data_sets_are_evaluated_each_under_its_name(folder: Path, tmp_p
     assert found["eval_a_loss"] == trainer.evaluate(parts["a"])["eval_loss"] != found["eval_b_loss"]
     assert len(found) == 6 and "eval_a_loss" in trainer.state.log_history[0]
     with pytest.raises(
-        ConfigError, match=r"several data sets as eval_dataset \(a, b\): a run is judged on one"
+        ConfigError, match=r"several data sets as eval_dataset \(a, b\): a run is evaluated on one"
     ):
         made(folder, tmp_path, eval_dataset=parts, **EVAL)
 

@@ -260,16 +260,16 @@ def test_rewards_get_state_and_log_figures_and_columns(folder: Path, tmp_path: P
 
 def test_a_model_scores(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    judge = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
-    judge.save_pretrained(tmp_path / "judge")
-    tiny_tokenizer().save_pretrained(tmp_path / "judge")
-    for reward, rows in ((str(tmp_path / "judge"), ROWS), (judge, CHATS)):
+    scorer = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
+    scorer.save_pretrained(tmp_path / "scorer")
+    tiny_tokenizer().save_pretrained(tmp_path / "scorer")
+    for reward, rows in ((str(tmp_path / "scorer"), ROWS), (scorer, CHATS)):
         made = trainer(
             folder, tmp_path / "out", reward_funcs=reward, train_dataset=rows,
             reward_processing_classes=None if isinstance(reward, str) else tiny_tokenizer(),
         )  # fmt: skip
         made.train()
-        name = "judge" if isinstance(reward, str) else "model"
+        name = "scorer" if isinstance(reward, str) else "model"
         assert made.state.log_history[0][f"rewards/{name}/mean"] == made.state.log_history[0]["reward"]
     prompts, texts = ["a prompt: ", "b"], ["an answer", "another one"]
     both = made.reward_funcs[0](prompts=prompts, completions=texts)

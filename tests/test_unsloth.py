@@ -218,7 +218,7 @@ OTHER_VALUES: dict[str, Any] = {"safe_serialization": False, "finetune_language_
 
 
 @pytest.mark.parametrize("table", ["LOADING", "ADAPTING", "SAVING"])
-def test_every_other_argument_is_moot_or_refused(table: str, folder: Path) -> None:
+def test_every_other_argument_is_not_needed_or_refused(table: str, folder: Path) -> None:
     def loaded(**given: Any) -> Any:
         return FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, **given)[0]
 
@@ -228,9 +228,9 @@ def test_every_other_argument_is_moot_or_refused(table: str, folder: Path) -> No
         "SAVING": lambda **given: loaded().save_pretrained_merged("merged", **given),
     }[table]
     known = getattr(arguments, table)
-    moot = {name: "anything" for name, argument in known.items() if not argument.refused}
+    not_needed = {name: "anything" for name, argument in known.items() if not argument.refused}
     defaults = {name: argument.default for name, argument in known.items() if argument.refused}
-    call(**moot, **defaults)
+    call(**not_needed, **defaults)
     for name in defaults:
         with pytest.raises(ConfigError, match=rf"\({name}=.*\) is not supported: \w"):
             call(**{name: OTHER_VALUES.get(name, True if defaults[name] is not True else "no")})

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ModelConfig as ModelConfig,
         ObjectiveConfig as ObjectiveConfig,
         OptimizerConfig as OptimizerConfig,
+        PassRule as PassRule,
         RunConfig as RunConfig,
         SFTConfig as SFTConfig,
         SFTEvalConfig as SFTEvalConfig,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "razona.config": (
         "DataConfig DifficultyConfig EvalConfig GRPOConfig ImportanceConfig LoRAConfig ModelConfig "
-        "ObjectiveConfig OptimizerConfig DynamicSamplingConfig RunConfig SFTConfig SFTEvalConfig"
+        "ObjectiveConfig OptimizerConfig DynamicSamplingConfig PassRule RunConfig SFTConfig SFTEvalConfig"
     ),
     "razona.errors": (
         "CheckpointError ConfigError DataError DifficultyError HubError ModelError RazonaError RewardError"

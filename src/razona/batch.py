@@ -4,17 +4,20 @@
 (`FlatRow`). *Loss layout*: ``[B, T]``, completion tokens only, right-padded; column t speaks about completion
 token t: ``logprobs[b, t] = log p(token t | prompt, tokens < t)``. `FlatRow.source` and `FlatRow.scored` are
 the alignment: the hidden state at ``source[s]`` predicts the s-th scored token of the loss layout, in
-row-major order.
+row-major order. `FlatRow.ends` says where each sequence ends. `FullRows` are the same places in full padded
+rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from razona.types import Group
 
@@ -46,6 +49,40 @@ class FlatRow:
     source: Tensor  # [S] index in the row of the hidden state that predicts a scored token
     target: Tensor  # [S] the scored token
     scored: Tensor  # [B, T] bool, where the S log-probs go
+    ends: Tensor  # [B] index in the row of each sequence's last token
+
+
+@dataclass(frozen=True)
+class FullRows:
+    """Every prompt + completion as a row of its own, padded on the right to ``L`` tokens. ``source`` and
+    ``ends`` are indices in the rows laid end to end, ``[B * L]``.
+    """
+
+    token_ids: Tensor  # [B, L]
+    attended: Tensor  # [B, L] bool
+    source: Tensor  # these four as in `FlatRow`
+    target: Tensor
+    scored: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a sampler knows about the rows of a batch, and nobody else."""
+
+    logprobs: Tensor  # [B, T], of the distribution sampled
+    kv_lengths: tuple[int, ...]  # per prompt, what keys and values were padded to
+    members: tuple[int, ...]  # which completion of its group each row is
+    activations: tuple[Any, ...]  # per prompt, what was saved for the training pass, or None
+
+    def select(self, rows: Sequence[int], groups: Sequence[int], width: int) -> Sampled:
+        """Of the given rows, their prompts and their first ``width`` tokens."""
+        return Sampled(
+            logprobs=self.logprobs[torch.tensor(rows, device=self.logprobs.device)][:, :width],
+            kv_lengths=tuple(self.kv_lengths[group] for group in groups),
+            members=tuple(self.members[row] for row in rows),
+            activations=tuple(self.activations[group] for group in groups),
+        )
 
 
 @dataclass(frozen=True)
@@ -56,19 +93,16 @@ class Batch:
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    kv_lengths: tuple[int, ...]
     group_of: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each completion, trained or not
     token_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool
-    sampler_logprobs: Tensor | None = None  # [B, T]
+    sampled: Sampled | None = None
     old_logprobs: Tensor | None = None  # [B, T]
     ref_logprobs: Tensor | None = None  # [B, T]
     rewards: Tensor | None = None  # [P, G, R], nan where a function abstained
     advantages: Tensor | None = None  # [B, 1] or [B, T]
     weights: Tensor | None = None  # [B, T], of the optimizer step this batch belongs to
-    members: tuple[int, ...] = ()  # which completion of its group each row is
-    activations: tuple[Any, ...] = ()  # per prompt, what the sampler kept for the training pass, or None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,12 +113,18 @@ class Batch:
         return int(self.loss_mask.sum())
 
     @property
+    def sampler_logprobs(self) -> Tensor:
+        """``[B, T]``, of rows that were sampled."""
+        return needed(self.sampled).logprobs
+
+    @property
     def reuses_activations(self) -> bool:
         """Whether its training pass took what the sampler had computed."""
-        if not self.activations:
+        if self.sampled is None:
             return False
-        rows = [(self.activations[group], m) for group, m in zip(self.group_of, self.members, strict=True)]
-        return all(saved is not None and saved.has_given(member) for saved, member in rows)
+        members, activations = self.sampled.members, self.sampled.activations
+        rows = [(activations[group], member) for group, member in zip(self.group_of, members, strict=True)]
+        return all(saved is not None and member in saved.taken for saved, member in rows)
 
     def with_old(
         self, policy: Any, *, temperature: float, budget: int, stale: Sequence[bool] | None = None
@@ -95,7 +135,7 @@ class Batch:
         old = self._score(policy, temperature, budget)
         if stale is not None:
             rows = torch.tensor(stale, device=old.device)[:, None]
-            old = torch.where(rows, needed(self.sampler_logprobs), old)
+            old = torch.where(rows, self.sampler_logprobs, old)
         return replace(self, old_logprobs=old)
 
     def with_reference(self, reference: Any, *, temperature: float, budget: int) -> Batch:
@@ -120,7 +160,7 @@ class Batch:
         options = {"reward_weights": reward_weights, "loss_mask": self.loss_mask}
         if self.ref_logprobs is not None:
             old = self.sampler_logprobs if self.old_logprobs is None else self.old_logprobs
-            options["kl"] = needed(old) - self.ref_logprobs
+            options["kl"] = old - self.ref_logprobs
         advantages = advantage_fn(self.rewards, **options)
         return replace(self, advantages=advantages)
 
@@ -152,40 +192,45 @@ class Batch:
                 chosen = order[part * len(order) // count : (part + 1) * len(order) // count]
                 yield self.select([row for group in chosen for row in self._rows_of(group)])
 
-    def split(self, budget: int) -> Iterator[Batch]:
+    def split(self, budget: int, *, whole_groups: bool = False) -> Iterator[Batch]:
         """Parts of at most ``budget`` tokens, prompts counted once per part, in order and about equally
         large.
 
-        A group that does not fit is cut between completions; one completion is never cut, so it may exceed
-        the budget. 0: a size that suits the device.
+        A group that does not fit is cut between completions, or never with ``whole_groups``: a loss that
+        compares a group's completions needs them side by side. One completion, or one such group, is never
+        cut, so it may exceed the budget. 0: a size that suits the device.
         """
         budget = budget or (CPU_TOKENS if self.token_ids.device.type == "cpu" else ACCELERATOR_TOKENS)
-        parts = self._cut(budget)
-        low = 1
-        while (
-            low < budget
-        ):  # the smallest budget that makes as many parts: the largest part decides the memory
+        parts = self._cut(budget, whole_groups)
+        low = 1  # the smallest budget that makes as many parts: the largest part decides the memory
+        while low < budget:
             middle = (low + budget) // 2
-            even = self._cut(middle)
+            even = self._cut(middle, whole_groups)
             if len(even) > len(parts):
                 low = middle + 1
             else:
                 budget, parts = middle, even
         yield from (self.select(part) for part in parts)
 
-    def _cut(self, budget: int) -> list[list[int]]:
+    def _cut(self, budget: int, whole_groups: bool) -> list[list[int]]:
         """Rows, filled greedily into parts."""
+        rows = range(len(self))
+        units = (
+            [[*own] for _, own in groupby(rows, self.group_of.__getitem__)]
+            if whole_groups
+            else [[row] for row in rows]
+        )
         parts: list[list[int]] = []
         used = 0
-        for row, (group, length) in enumerate(zip(self.group_of, self.lengths, strict=True)):
+        for unit in units:
+            group, cost = self.group_of[unit[0]], sum(self.lengths[row] for row in unit)
             prompt = len(self.prompts[group])
             shared = parts and self.group_of[parts[-1][-1]] == group
-            cost = length if shared else prompt + length
-            if not parts or used + cost > budget:
+            if not parts or used + cost + (0 if shared else prompt) > budget:
                 parts.append([])
-                used, cost = 0, prompt + length
-            parts[-1].append(row)
-            used += cost
+                used, shared = 0, False
+            parts[-1] += unit
+            used += cost + (0 if shared else prompt)
         return parts
 
     def select(self, rows: Sequence[int]) -> Batch:
@@ -201,11 +246,9 @@ class Batch:
         return replace(
             self,
             prompts=tuple(self.prompts[group] for group in groups),
-            kv_lengths=tuple(self.kv_lengths[group] for group in groups),
             group_of=tuple(groups.index(self.group_of[row]) for row in rows),
             lengths=tuple(self.lengths[row] for row in rows),
-            members=tuple(self.members[row] for row in rows) if self.members else (),
-            activations=tuple(self.activations[group] for group in groups) if self.activations else (),
+            sampled=None if self.sampled is None else self.sampled.select(rows, groups, width),
             rewards=None,
             **tensors,  # type: ignore[arg-type]
         )
@@ -217,12 +260,12 @@ class Batch:
         positions: list[Tensor] = []
         sources: list[Tensor] = []
         spans: list[Span] = []
+        ends: list[int] = []
+        kv_lengths = (0,) * len(self.prompts) if self.sampled is None else self.sampled.kv_lengths
         offset = 0
         for group, prompt in enumerate(self.prompts):
             rows = self._rows_of(group)
-            spans.append(
-                Span(offset, len(prompt), tuple(self.lengths[r] for r in rows), self.kv_lengths[group])
-            )
+            spans.append(Span(offset, len(prompt), tuple(self.lengths[r] for r in rows), kv_lengths[group]))
             ids.append(torch.tensor(prompt, device=device))
             positions.append(torch.arange(len(prompt), device=device))
             offset += len(prompt)
@@ -235,6 +278,7 @@ class Batch:
                 predictors[:1] = last_of_prompt
                 sources.append(predictors[self.loss_mask[row, :length]])
                 offset += length
+                ends.append(offset - 1 if length else last_of_prompt)
         return FlatRow(
             token_ids=torch.cat(ids)[None],
             position_ids=torch.cat(positions)[None],
@@ -242,6 +286,29 @@ class Batch:
             source=torch.cat(sources),
             target=self.token_ids[self.loss_mask],
             scored=self.loss_mask,
+            ends=torch.tensor(ends, device=device),
+        )
+
+    def full_rows(self) -> FullRows:
+        """This batch as full padded rows."""
+        device = self.token_ids.device
+        firsts = torch.tensor([len(self.prompts[group]) for group in self.group_of], device=device)
+        lengths = firsts + torch.tensor(self.lengths, device=device)
+        rows = [
+            torch.cat([torch.tensor(self.prompts[group], device=device), self.token_ids[row, :length]])
+            for row, (group, length) in enumerate(zip(self.group_of, self.lengths, strict=True))
+        ]
+        token_ids = pad_sequence(rows, batch_first=True)
+        width = token_ids.shape[1]
+        starts = torch.arange(len(self), device=device) * width
+        before = (starts + firsts - 1)[:, None] + torch.arange(self.token_ids.shape[1], device=device)
+        return FullRows(
+            token_ids=token_ids,
+            attended=torch.arange(width, device=device) < lengths[:, None],
+            source=before[self.loss_mask],
+            target=self.token_ids[self.loss_mask],
+            scored=self.loss_mask,
+            ends=starts + lengths - 1,
         )
 
     def _rows_of(self, group: int) -> list[int]:
@@ -253,12 +320,11 @@ class Batch:
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
-        return replace(self, **moved)  # type: ignore[arg-type]
+        sampled = self.sampled and replace(self.sampled, logprobs=self.sampled.logprobs.to(device))
+        return replace(self, sampled=sampled, **moved)  # type: ignore[arg-type]
 
 
-ROW_TENSORS = frozenset(
-    {"token_ids", "loss_mask", "sampler_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights"}
-)
+ROW_TENSORS = frozenset({"token_ids", "loss_mask", "old_logprobs", "ref_logprobs", "advantages", "weights"})
 
 
 def collate(
@@ -277,14 +343,16 @@ def collate(
     loss_mask = torch.arange(token_ids.shape[1]) < trained[:, None]
     return Batch(
         prompts=tuple(group.prompt.token_ids for group in groups),
-        kv_lengths=tuple(group.kv_length for group in groups),
         group_of=tuple(index for index, group in enumerate(groups) for _ in group.completions),
         lengths=lengths,
-        members=tuple(member for group in groups for member in range(len(group.completions))),
-        activations=tuple(group.activations for group in groups),
         token_ids=token_ids,
         loss_mask=loss_mask,
-        sampler_logprobs=torch.where(loss_mask, logprobs, 0.0),
+        sampled=Sampled(
+            logprobs=torch.where(loss_mask, logprobs, 0.0),
+            kv_lengths=tuple(group.kv_length for group in groups),
+            members=tuple(member for group in groups for member in range(len(group.completions))),
+            activations=tuple(group.activations for group in groups),
+        ),
         rewards=rewards,
     )
 
@@ -302,7 +370,6 @@ def collate_demonstrations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]])
     token_ids, lengths = _pad(completions, torch.long)
     return Batch(
         prompts=tuple(prompts),
-        kv_lengths=(0,) * len(prompts),
         group_of=tuple(range(len(prompts))),
         lengths=lengths,
         token_ids=token_ids,

@@ -1,6 +1,7 @@
 """The ``razona`` command: reads options, starts the part that does the work, says how it ended.
 
-Exit codes: 0 done, 1 the reader of stdout went away, 2 refused (a message on stderr), 130 interrupted.
+Exit codes: 0 done, 1 the reader of stdout went away, 2 refused (a message on stderr); ended by a signal, as a
+shell has it, 130 SIGINT (Ctrl-C), 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +68,7 @@ HELP = f"""usage: razona COMMAND [run.toml] [options]
 Every command takes --json (progress on stderr, the last line of stdout one JSON object) and --traceback.
 grpo, sft and push take --dry-run: everything up to the first step or upload, and nothing written.
 An option is spelled alike in Python, in TOML and as a flag: sampling.group_size is --sampling.group-size.
-razona COMMAND --help lists all of them.
+razona COMMAND --help lists those that people use, --help-all every one.
 
 Start with: razona demo
 """
@@ -90,11 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # no such folder, no right to write, disk full
         if traceback:
             raise
-        print(f"razona: {_of_a_file(error)}", file=sys.stderr)
+        print(f"razona: {_of_a_file(error)}{_notes(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("razona: interrupted.", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        name = getattr(error, "name", "SIGINT")  # see razona.run.signals.Signalled
+        print(f"razona: interrupted by {name}.{_notes(error)}", file=sys.stderr)
+        return _exit_code(name)
 
 
 def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
@@ -125,18 +128,18 @@ def _dispatch(args: list[str], *, as_json: bool, dry_run: bool) -> int:
 
 def _run(command: str, args: list[str], *, as_json: bool, dry_run: bool) -> int:
     """Load the options, then the module (and with it torch), and run it."""
-    from razona.run.console import Console
-
     module, cls, _ = COMMANDS[command]
     toml_path = args.pop(0) if args and not args[0].startswith("-") else None
     config: Any = load_config(cls, toml_path, args, prog=f"razona {command} [run.toml]")
     _require_inputs(command, config)
+    from razona.run.console import Console  # rich takes its time: --help has ended before
+
     options = {"dry_run": dry_run} if command in DRY_RUNS else {}
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         console = Console(as_json)
         result = importlib.import_module(module).run(config, console=console, **options)
     console.result(_finite(result))
-    return 130 if result.get("interrupted") else 0
+    return _exit_code(result.get("signal") or "SIGINT") if result.get("interrupted") else 0
 
 
 def _require_inputs(command: str, config: Any) -> None:
@@ -186,6 +189,16 @@ def _of_a_file(error: OSError) -> str:
     return (
         f"{error.filename}: {error.strerror}. Give a path that exists or can be made, and that you may use."
     )
+
+
+def _notes(error: BaseException) -> str:
+    """What was added to the error on its way: where the weights are."""
+    return "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+
+
+def _exit_code(name: str) -> int:
+    """Of a program that a signal ended."""
+    return 128 + signal.Signals[name]
 
 
 def _finite(value: Any) -> Any:

@@ -29,8 +29,10 @@ class Objective(NamedTuple):
     ``weight_fn(loss_mask) -> [B, T]``: how tokens are averaged, over one optimizer step; ``kl_fn(logprobs,
     ref_logprobs, old_logprobs, loss_mask) -> [B, T]``, added ``kl_coef`` times. ``importance_fn(old_logprobs,
     sampler_logprobs, loss_mask) -> [B, T]`` is multiplied with the token loss; ``overlong_filter`` takes the
-    loss from completions that were cut off. ``clip``, ``ratio_fn``, ``importance_bounds`` and
-    ``description``, for the header and the metrics, are read off the parts that are there.
+    loss from completions that were cut off. ``dynamic_sampling``: a step should train on groups that are
+    neither all right nor all wrong, unless the configuration says otherwise. ``clip``, ``ratio_fn``,
+    ``importance_bounds`` and ``description``, for the header and the metrics, are read off the parts that are
+    there.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Objective(NamedTuple):
     kl_coef: float
     importance_fn: ImportanceFn = uncorrected
     overlong_filter: bool = False
+    dynamic_sampling: bool = False
 
     @property
     def clip(self) -> tuple[float | None, float] | None:
@@ -96,6 +99,7 @@ class Objective(NamedTuple):
             "kl_coef": self.kl_coef,
             "clip": self.clip,
             "overlong_filter": self.overlong_filter,
+            "dynamic_sampling": self.dynamic_sampling,
             **self.description,
         }
 
@@ -202,10 +206,11 @@ def dr_grpo(*, max_tokens: int, std: Std = "none", weights: str = "fixed_length"
 
 
 def dapo(*, clip_high: float = 0.28, weights: str = "per_token", **rest: Any) -> Objective:
-    """DAPO (arXiv 2503.14476 eq. 8): a higher upper clip, every token weighs the same, no KL; ``rest`` as in
-    `grpo`. ``overlong_filter`` and `razona.rewards.soft_overlong` are its two answers to cut-off completions.
+    """DAPO (arXiv 2503.14476 eq. 8): a higher upper clip, every token weighs the same, no KL, dynamic
+    sampling; ``rest`` as in `grpo`. ``overlong_filter`` and `razona.rewards.soft_overlong` are its two
+    answers to cut-off completions.
     """
-    return grpo(clip_high=clip_high, weights=weights, **rest)._replace(name="DAPO")
+    return grpo(clip_high=clip_high, weights=weights, **rest)._replace(name="DAPO", dynamic_sampling=True)
 
 
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **rest: Any) -> Objective:

@@ -7,13 +7,14 @@ B = P * G sequences, T completion tokens, N tokens in a row, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 TokenIds = tuple[int, ...]
 Message = dict[str, str]  # {"role": ..., "content": ...}
 PromptInput = str | list[Message]
+EngineName = Literal["auto", "native", "hf"]
 FinishReason = Literal["stop", "length", "aborted"]
 
 
@@ -63,24 +64,39 @@ class Group:
     activations: object = field(default=None, compare=False, repr=False)
 
 
+def ranged(default: Any, allowed: str, holds: Callable[[Any], bool]) -> Any:
+    """A dataclass field with the values it may have: ``allowed`` names them where ``holds(value)`` is false,
+    which `razona.config.check.validate` asks. None, where the type allows it, is not asked about.
+    """
+    return field(default=default, metadata={"range": (allowed, holds)})
+
+
+def at_least(low: int, *, default: Any, note: str = "") -> Any:
+    """`ranged` from ``low`` on; ``note`` says what the lowest value means."""
+    return ranged(default, f"at least {low}" + (f" ({note})" if note else ""), lambda value: value >= low)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How completions are drawn."""
 
-    group_size: int = 8
+    group_size: int = at_least(1, default=8)
     """Completions per prompt (G); TRL calls it num_generations."""
-    max_completion_length: int = 256
+    max_completion_length: int = at_least(1, default=256)
     """Tokens a completion may have, its stop token included."""
-    temperature: float = 1.0
+    temperature: float = at_least(0, default=1.0)
     """Logits are divided by it, in sampler, trainer and reference alike. 0 is greedy, for evaluation only."""
-    top_p: float = 1.0
+    top_p: float = ranged(1.0, "above 0 and at most 1 (1 keeps all tokens)", lambda v: 0 < v <= 1)
     """Keep the smallest set of tokens whose probability reaches this."""
-    top_k: int = 0
+    top_k: int = at_least(0, default=0, note="0 keeps all tokens")
     """Keep this many most likely tokens; 0 keeps all."""
-    min_p: float = 0.0
+    min_p: float = ranged(0.0, "at least 0 and below 1 (0 keeps all tokens)", lambda v: 0 <= v < 1)
     """Drop tokens less likely than this share of the most likely one."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ranged((), "token ids, at least 0", lambda v: all(i >= 0 for i in v))
     """Further ids that end a completion, beside those of the model."""
+    engine: EngineName = "auto"
+    """What samples: native, the trainer's own forward pass, with prompts shared; hf, transformers' generate,
+    slower, for every model; auto: native where the model can share prompts."""
 
 
 class RewardFn(Protocol):
@@ -98,6 +114,18 @@ class RewardFn(Protocol):
 @runtime_checkable
 class Engine(Protocol):
     """Samples completions. ``razona.engines.testing.check_engine`` is the contract, in executable form."""
+
+    @property
+    def description(self) -> str:
+        """What samples, in a few plain words, for the header of a run."""
+        ...
+
+    @property
+    def exactness(self) -> object:
+        """How the log-probs it records compare with the trainer's own, in a plain sentence; no more than what
+        holds on the machine at hand.
+        """
+        ...
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seeds: Sequence[Sequence[int]]

@@ -9,23 +9,23 @@ from razona.losses.policy import mean_ratio
 from razona.objective import Objective
 from razona.policy import Policy
 from razona.rewards import BoundReward
+from razona.types import Engine
 
 
 def describe(
     config: GRPOConfig,
     objective: Objective,
     policy: Policy,
+    engine: Engine,
     rewards: Sequence[BoundReward],
     num_prompts: int,
     trains_on: str | None = None,
     *,
     numbers: str,
-    exactness: str | None = None,
 ) -> str:
-    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, tokens
-    per step. ``trains_on`` says in words which of the sampled groups are trained on, where not all are;
-    ``numbers`` in what is computed, and why; ``exactness`` how the sampler's log-probs compare with the
-    trainer's.
+    """Several lines: advantage rule, aggregation, clip and whether it can act, KL, models in memory, what
+    samples, tokens per step. ``trains_on`` says in words which of the sampled groups are trained on, where
+    not all are; ``numbers`` in what is computed, and why.
     """
     sampling, completions = config.sampling, config.prompts_per_step * config.sampling.group_size
     lines = {
@@ -43,7 +43,7 @@ def describe(
         **({"trains on": trains_on} if trains_on else {}),
         "models": _models(config, objective, policy),
         "numbers": numbers,
-        **({"sampler": exactness} if exactness else {}),
+        "samples": f"{engine.description}; {engine.exactness}",
         "one step": (
             f"{config.prompts_per_step} prompts x {sampling.group_size} completions of at most "
             f"{sampling.max_completion_length} tokens = {completions} completions, "

@@ -17,7 +17,6 @@ from razona.config import (
     ModelConfig,
     OptimizerConfig,
 )
-from razona.config.check import check_adapter
 from razona.engines.hf import HFEngine
 from razona.engines.native import NativeEngine
 from razona.errors import ConfigError
@@ -28,7 +27,7 @@ from razona.models.quant import NF4, quantized_layers
 from razona.models.scorer import FlatScorer
 from razona.policy import Policy
 from razona.run.console import Console
-from razona.types import Engine
+from razona.types import Engine, EngineName
 
 NO_LORA = LoRAConfig()
 
@@ -44,7 +43,7 @@ def load_model(
     """The model on the device asked for, with the adapter that ``lora`` asks for; prints what there is to say
     about it. In fp32, or in bf16 where nothing is lost by it. ``given`` stands in for ``config.name``.
     """
-    check_adapter(lora)
+    lora.check_fresh()
     config = resolved(config)
     if given is None:
         device = choose_device(config.device)
@@ -127,12 +126,16 @@ def make_policy(
     )
 
 
-def make_engine(policy: Policy, loaded: LoadedModel, console: Console) -> Engine:
-    """The native engine, or transformers' generate for a model that cannot share prompts; said when so."""
-    if isinstance(policy.scorer, FlatScorer):
+def make_engine(policy: Policy, loaded: LoadedModel, console: Console, name: EngineName = "auto") -> Engine:
+    """The engine that ``sampling.engine`` asks for; auto takes transformers' generate for a model that cannot
+    share prompts, and says so. ModelError for native with such a model.
+    """
+    shares_prompts = isinstance(policy.scorer, FlatScorer)
+    if name == "native" or (name == "auto" and shares_prompts):
         return NativeEngine(policy, stop_token_ids=loaded.stop_token_ids)
-    console.note(
-        f"{type(policy.model).__name__} mixes tokens by other means than attention, or by its own: it runs "
-        "full padded rows and transformers' generate. Right, but slower; prompts are not shared."
-    )
+    if not shares_prompts:
+        console.note(
+            f"{type(policy.model).__name__} mixes tokens by other means than attention, or by its own: it "
+            "runs full padded rows and transformers' generate. Right, but slower; prompts are not shared."
+        )
     return HFEngine(policy, stop_token_ids=loaded.stop_token_ids)

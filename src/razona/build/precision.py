@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from razona.build.device import choose_device
 from razona.config import GRPOConfig, ModelConfig, SFTConfig
@@ -25,7 +26,10 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return replace(config, precision="bf16" if fast else "fp32")
 
 
-def with_precision(config: GRPOConfig | SFTConfig) -> tuple[GRPOConfig | SFTConfig, str]:
+Config = TypeVar("Config", GRPOConfig, SFTConfig)
+
+
+def with_precision(config: Config) -> tuple[Config, str]:
     """``config`` with its precision `resolved`, and a line for the header: which, and why. A resumed run goes
     on in what it began with, whatever the machine."""
     asked = config.model
@@ -49,10 +53,9 @@ def _why(config: ModelConfig) -> str:
     return f"{slower}, and all else is faster" if bf16_is_fast() else slower
 
 
-def _stored(folder: Path) -> str | None:
+def _stored(folder: Path) -> Any:
     """What the run in ``folder`` computes in, where there is one."""
     path = folder / "config.json"
     if not path.is_file():
         return None
-    precision: str = json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["precision"]
-    return precision
+    return json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["precision"]

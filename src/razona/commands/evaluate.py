@@ -10,7 +10,6 @@ from razona.config import OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import EvaluateConfig
 from razona.data import first_of, output_file
-from razona.engines.hf import HFEngine
 from razona.rewards import bind
 from razona.rollout.evaluate import Evaluator
 from razona.run.console import Console
@@ -33,14 +32,13 @@ def run(config: EvaluateConfig, *, console: Console, rows: Any = None) -> dict[s
     for notice in (line for b in rewards for line in b.notices):
         console.note(notice)
     policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
-    engine = make_engine(policy, loaded, console)
+    engine = make_engine(policy, loaded, console, config.sampling.engine)
     evaluator = Evaluator(
         prompts, rewards, sampling=config.sampling, seed=config.seed, reward_timeout=config.reward_timeout
     )
-    kind = "transformers' generate" if isinstance(engine, HFEngine) else "the native engine"
     console.print(
         f"evaluating {config.model.name} on {len(prompts)} prompts x {config.sampling.group_size} "
-        f"completions, temperature {config.sampling.temperature:g}, with {kind}"
+        f"completions, temperature {config.sampling.temperature:g}, with {engine.description}"
     )
     metrics = evaluator(engine)
     console.samples("some completions", evaluator.records[:3])

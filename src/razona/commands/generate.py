@@ -39,7 +39,7 @@ def run(config: GenerateConfig, *, console: Console, rows: Any = None) -> dict[s
     fitting = fitting_prompts(table, loaded, config.data, config.sampling, console)
     prompts = first_of(fitting, config.num_prompts, seed=config.seed, shuffle=config.data.shuffle)
     policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
-    engine = make_engine(policy, loaded, console)
+    engine = make_engine(policy, loaded, console, config.sampling.engine)
     seeds = completion_seeds(prompts, config.sampling.group_size, seed=config.seed, step=0)
     groups = engine.generate(prompts, config.sampling, seeds=seeds)
     records: list[dict[str, Any]] = [

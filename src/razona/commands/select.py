@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from razona.build.model import load_model, make_engine, make_policy
 from razona.config import OptimizerConfig
 from razona.config.check import validate
 from razona.config.commands import SelectConfig
+from razona.config.names import other_version
 from razona.data import Rows, first_of, output_file
 from razona.errors import CheckpointError, ConfigError, DataError
 from razona.rewards import bind
@@ -57,6 +57,11 @@ class Rates:
                 f"{path} is not what razona select writes there ({type(error).__name__}: {error}). Move it "
                 "away, or give another --out."
             ) from error
+        if other := other_version(before, config):
+            raise CheckpointError(
+                f"{path} was measured by another version of razona: in its first line, {other}. Move "
+                "it away to measure anew, or give another --out."
+            )
         changed = [
             f"{k}: it was {header.get(k)!r} and is {v!r}"
             for k, v in fingerprint.items()
@@ -91,19 +96,14 @@ def run(config: SelectConfig, *, console: Console, rows: Any = None) -> dict[str
     """
     config = with_task(config)
     validate(config)
-    band = range_of(config.by)
-    if config.sampling.temperature == 0 and config.sampling.group_size > 1:
-        raise ConfigError(
-            "sampling.temperature = 0: greedy completions of a prompt are all the same, so that every pass "
-            "rate would be 0 or 1. Give the temperature that you train with, such as 1."
-        )
+    band = Band(*config.pass_rates)
     output = output_file(config.output)
     if output is None:
         raise ConfigError("output is empty: there is nowhere to write. Give --out FILE.jsonl.")
     raw = load_table(config.data.path if rows is None else rows, replace(config.data, gold=""), console)
     check_writable(raw)
     table = load_table(raw, config.data, console)
-    (reward,) = bind([config.reward], columns=table.renamed(config.data.rename).columns)
+    (reward,) = bind([config.pass_reward], columns=table.renamed(config.data.rename).columns)
     loaded = load_model(config.model, console)
     fitting = fitting_prompts(table, loaded, config.data, config.sampling, console)
     prompts = first_of(fitting, config.num_prompts, seed=config.seed, shuffle=config.data.shuffle)
@@ -121,7 +121,8 @@ def run(config: SelectConfig, *, console: Console, rows: Any = None) -> dict[str
         console.note(f"going on from {rates.path}: {resumed} of {len(prompts)} prompts are measured already")
     if resumed < len(prompts):
         policy = make_policy(loaded, config.model, OptimizerConfig(), total_updates=1)
-        fill(rates, make_engine(policy, loaded, console), prompts, reward, config, console)
+        engine = make_engine(policy, loaded, console, config.sampling.engine)
+        fill(rates, engine, prompts, reward, config, console)
     return finish(raw, prompts, rates, band, output, config, console) | {"resumed": resumed}
 
 
@@ -144,7 +145,7 @@ def fill(
                     missing[first : first + size],
                     reward,
                     sampling=config.sampling,
-                    pass_above=config.pass_above,
+                    rule=config,
                     seed=config.seed,
                     step=STEP,
                     reward_timeout=config.reward_timeout,
@@ -207,24 +208,6 @@ def finish(
 def figures(rate: PassRate) -> dict[str, Any]:
     """The columns that a row gets."""
     return dict(zip(COLUMNS, (rate.rate, wilson(rate.passes, rate.count)), strict=True))
-
-
-def range_of(by: tuple[str, str]) -> Band:
-    """``("pass-rate", "0.2..0.8")`` as bounds. Raises ConfigError."""
-    what, text = by
-    if what.replace("_", "-") != "pass-rate":
-        raise ConfigError(f"--by {what}: rows are selected by pass-rate only. Write --by pass-rate 0.2..0.8.")
-    match = re.fullmatch(r"\s*([\d.]+?)\s*\.\.\s*([\d.]+)\s*", text)
-    try:
-        low, high = (float(bound) for bound in match.groups()) if match else (1.0, 0.0)
-    except ValueError:
-        low, high = 1.0, 0.0
-    if not 0 <= low <= high <= 1:
-        raise ConfigError(
-            f"--by pass-rate {text!r} is no range of rates. Write the lowest and the highest that are kept, "
-            "between 0 and 1, with two dots between them: 0.2..0.8."
-        )
-    return Band(low, high)
 
 
 def check_writable(rows: Rows) -> None:

@@ -15,6 +15,7 @@ from razona.config.common import (
     LoRAConfig,
     ModelConfig,
     OptimizerConfig,
+    PassRule,
     RunConfig,
 )
 from razona.config.grpo import (
@@ -42,6 +43,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "PassRule",
     "PushConfig",
     "RunConfig",
     "SFTConfig",

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from razona.config.check import convert, validate
+from razona.config.help import short_help
+from razona.config.names import home_of, other_name
+from razona.config.options import options, short_flags, takes_many
 from razona.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -21,51 +24,23 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 
-SHORT_FLAGS = {
-    "--model": "--model.name",
-    "--device": "--model.device",
-    "--load-in-4bit": "--model.load-in-4bit",
-    "--data": "--data.path",
-    "--task": "--data.task",
-    "--prompt-column": "--data.prompt-column",
-    "--gold": "--data.gold",
-    "--system": "--data.system",
-    "--eval-data": "--eval.data",
-    "--eval-every": "--eval.every",
-    "--objective": "--objective.name",
-    "--min-pass-rate": "--objective.difficulty.min-pass-rate",
-    "--max-pass-rate": "--objective.difficulty.max-pass-rate",
-    "--filter-every": "--objective.difficulty.filter-every",
-    "--group-size": "--sampling.group-size",
-    "--max-completion-length": "--sampling.max-completion-length",
-    "--temperature": "--sampling.temperature",
-    "--lr": "--optimizer.learning-rate",
-    "--steps": "--run.num-steps",
-    "--num-steps": "--run.num-steps",
-    "--output-dir": "--run.output-dir",
-    "--seed": "--run.seed",
-    "--resume": "--run.resume",
-    "--overwrite": "--run.overwrite",
-}
-"""Short spellings of the most used flags, where the command has the long one."""
-
-SINGULAR = {"--reward": "--rewards", "--prompt": "--prompts"}
-"""``--reward format --reward exact_answer`` is ``--rewards format exact_answer``."""
-
 
 def load_config(
     cls: type[C],
     toml_path: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
-    prog: str | None = None,
+    prog: str = "razona",
 ) -> C:
     """Defaults of ``cls``, under the TOML file, under flags; checked.
 
     Raises ConfigError for a file that cannot be read, an unknown key, a wrong type, a value that cannot work.
-    A wrong flag, like ``--help``, prints and raises SystemExit.
+    ``--help`` and ``--help-all``, like a flag that nothing is known about, print and raise SystemExit.
     """
     config = cls()
+    if "--help" in overrides or "-h" in overrides:
+        print(short_help(config, prog))
+        raise SystemExit(0)
     if toml_path is not None:
         config = merge(config, read_toml(Path(toml_path)), source=str(toml_path))
     if overrides:
@@ -96,9 +71,10 @@ def merge(base: C, values: Mapping[str, Any], *, source: str = "", table: str = 
     """
     prefix = f"{source}: " if source else ""
     hints = get_type_hints(type(base))
+    known = {field.name for field in dataclasses.fields(base)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for key, value in values.items():
-        if key not in hints:
+        if key not in known:
             raise ConfigError(f"{prefix}{_unknown_key(base, key, table, whole or base)}")
         path = f"{table}.{key}" if table else key
         current = getattr(base, key)
@@ -114,53 +90,41 @@ def merge(base: C, values: Mapping[str, Any], *, source: str = "", table: str = 
     return dataclasses.replace(base, **changes)  # type: ignore[type-var]
 
 
-def _fields(config: Any, table: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field that is no table: its dotted name and its type."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{table}{field.name}.")
-        else:
-            yield f"{table}{field.name}", hints[field.name]
-
-
 def _unknown_key(config: Any, key: str, table: str, whole: Any) -> str:
     """What is wrong with ``key``, where it belongs if it belongs elsewhere, else the nearest name."""
     known = [field.name for field in dataclasses.fields(config)]
     text = f"unknown key '{key}' in table [{table}]." if table else f"unknown key '{key}' outside any table."
-    homes = [name for name, _ in _fields(whole) if name.endswith(f".{key}")]
+    if other := other_name(whole, f"{table}.{key}" if table else key):
+        return f"{text} {other}"
+    homes = [option.name for option in options(whole) if option.name.endswith(f".{key}")]
     if homes:
         return f"{text} It belongs in [{homes[0].rsplit('.', 1)[0]}]."
     return text + (nearest(key.replace("-", "_"), known) or f" Known are: {', '.join(known)}.")
 
 
-def _parse_flags(config: C, args: Sequence[str], prog: str | None) -> C:
+def _parse_flags(config: C, args: Sequence[str], prog: str) -> C:
     """``config`` with flags put over it. tyro loads here: ``import razona.config`` does without."""
     import tyro
 
-    flags = {f"--{name.replace('_', '-')}": hint for name, hint in _fields(config)}
-    shorts = {
-        short: long
-        for short, long in {**SHORT_FLAGS, **SINGULAR, **getattr(config, "SHORT_FLAGS", {})}.items()
-        if long in flags and short not in flags
-    }
+    shorts = short_flags(config)
     spellings = ", ".join(f"{short} = {long}" for short, long in shorts.items())
     help_text = f"{type(config).__doc__} Beside these: --json, --traceback; --dry-run to train or push."
     return tyro.cli(
         type(config),
         prog=prog,
-        args=_expand(args, flags, shorts),
+        args=["--help" if arg == "--help-all" else arg for arg in _expand(config, args, shorts)],
         default=config,
         description=f"{help_text}\n\nShort spellings: {spellings}." if spellings else help_text,
         registry=_registry(),
     )
 
 
-def _expand(args: Sequence[str], flags: Mapping[str, Any], shorts: Mapping[str, str]) -> list[str]:
+def _expand(config: Any, args: Sequence[str], shorts: Mapping[str, str]) -> list[str]:
     """``args`` in long spellings. A flag that takes any number of values has them gathered from all its
-    spellings; any other one given twice is a ConfigError, and so is a TOML file after a flag.
+    spellings; any other one given twice is a ConfigError, and so are a TOML file after a flag and a name that
+    is ours in other words.
     """
+    flags = {option.flag: option.hint for option in options(config)}
     plain: list[str] = []
     gathered: dict[str, list[str]] = {}
     given: dict[str, str] = {}
@@ -180,7 +144,11 @@ def _expand(args: Sequence[str], flags: Mapping[str, Any], shorts: Mapping[str, 
         flag = shorts.get(flag, flag)
         option = re.sub(r"(--|\.)no-", r"\1", flag)
         open_flag = not equals and flags.get(option) is not bool
-        if _takes_many(flags.get(flag)):
+        if option not in flags:
+            name = option[2:].replace("-", "_")
+            if other := other_name(config, name) or home_of(config, name):
+                raise ConfigError(f"unknown option {written}. {other}")
+        if takes_many(flags.get(flag)):
             target = gathered.setdefault(flag, [])
             target += [value] if equals else []
             continue
@@ -192,11 +160,6 @@ def _expand(args: Sequence[str], flags: Mapping[str, Any], shorts: Mapping[str, 
             raise ConfigError(f"{how}, and only one of them could count. Give {option[2:]} once.")
         given[option] = written
     return plain + [word for flag, values in gathered.items() for word in (flag, *values)]
-
-
-def _takes_many(hint: Any) -> bool:
-    """Whether an option of this type has any number of values."""
-    return get_origin(hint) is dict or (get_origin(hint) is tuple and get_args(hint)[-1] is Ellipsis)
 
 
 def _registry() -> ConstructorRegistry:

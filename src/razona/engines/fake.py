@@ -15,14 +15,21 @@ from razona.types import Completion, Group, Prompt, Sampling
 
 
 class FakeEngine:
-    """Draws tokens from ``softmax(logits)``, whatever the prompt; a token's text is ``words[token]``."""
+    """Draws tokens from ``softmax(logits)``, whatever the prompt; a token's text is ``vocabulary[token]``."""
+
+    description = "draws from one fixed distribution, without a model"
+    exactness = "there is no trainer to compare with"
 
     def __init__(
-        self, words: Sequence[str], *, stop_token_ids: Sequence[int], logits: Sequence[float] | None = None
+        self,
+        vocabulary: Sequence[str],
+        *,
+        stop_token_ids: Sequence[int],
+        logits: Sequence[float] | None = None,
     ) -> None:
-        self.words = tuple(words)
+        self.vocabulary = tuple(vocabulary)
         self.stop_token_ids = tuple(stop_token_ids)
-        self.logits = torch.tensor(logits if logits is not None else [0.0] * len(words))
+        self.logits = torch.tensor(logits if logits is not None else [0.0] * len(vocabulary))
         self.version = 0
 
     def load_weights(self, policy: Any, *, version: int) -> None:
@@ -47,11 +54,11 @@ class FakeEngine:
         stops = {*self.stop_token_ids, *sampling.stop_token_ids}
         end = next((i for i, token in enumerate(tokens.tolist()) if token in stops), None)
         length = len(tokens) if end is None else end + 1
-        kept = tokens.tolist()[:length]
+        token_ids = tokens.tolist()[:length]
         return Completion(
-            token_ids=tuple(kept),
+            token_ids=tuple(token_ids),
             logprobs=tuple(logprobs.tolist()[:length]),
-            text=" ".join(self.words[token] for token in kept[:end]),
+            text=" ".join(self.vocabulary[token] for token in token_ids[:end]),
             finish_reason="length" if end is None else "stop",
             policy_version=self.version,
         )

@@ -22,6 +22,9 @@ from razona.types import Completion, Group, Prompt, Sampling
 class HFEngine:
     """Samples with a `Policy`'s model through ``model.generate``, one prompt at a time."""
 
+    description = "transformers' generate on the trained model, one prompt at a time"
+    exactness = "its log-probs differ from the trainer's by rounding, measured at every step (mismatch/...)"
+
     def __init__(self, policy: Any, *, stop_token_ids: Sequence[int]) -> None:
         self.stop_token_ids = tuple(stop_token_ids)
         self.load_weights(policy, version=0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from razona.batch import FlatRow, Span
-from razona.engines.exactness import Exactness, measure
+from razona.engines.exactness import measure
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
 from razona.models.cpu.llama import Decoder
@@ -48,6 +48,9 @@ class NativeEngine:
     own.
     """
 
+    description = "the trained model itself, prompts shared (native engine)"
+    exactness = cached_property(lambda engine: measure(engine, engine.policy))  # when first asked for
+
     def __init__(self, policy: Any, *, stop_token_ids: Sequence[int], kv_bytes: int = KV_BYTES) -> None:
         self.stop_token_ids = tuple(stop_token_ids)
         self.kv_bytes = kv_bytes
@@ -58,17 +61,13 @@ class NativeEngine:
         """Takes the policy's module itself: its weights are always the present ones."""
         if not isinstance(policy.scorer, FlatScorer):
             raise ModelError(
-                f"the native engine cannot run {type(policy.model).__name__}: its attention does not take a "
-                "layout. Use razona.engines.hf.HFEngine, which runs what transformers' generate runs."
+                f"the native engine cannot run {type(policy.model).__name__}: it mixes tokens by other means "
+                "than attention, or by its own, so prompts cannot be shared. Set sampling.engine to auto or "
+                "hf (razona.engines.hf.HFEngine), which runs what transformers' generate runs."
             )
         self.policy, self.scorer = policy, policy.scorer
         self.tokenizer = policy.tokenizer
         self.version = version
-
-    @cached_property
-    def exactness(self) -> Exactness:
-        """As measured when first asked for."""
-        return measure(self, self.policy)
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -231,6 +230,7 @@ class _Wave:
             source=torch.empty(0),
             target=torch.empty(0),
             scored=torch.empty(0),
+            ends=torch.empty(0),
         )
         if row.token_ids.shape[1] == 1:  # as above: never a single row
             row = replace(

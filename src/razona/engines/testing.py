@@ -23,7 +23,7 @@ Scores = Callable[[Prompt, TokenIds], Sequence[float]]
 
 BUDGET = 24
 """max_completion_length of every call that ``logprobs`` is asked about, one-token completions apart."""
-DRAWS = 512  # one-token completions that a distribution is judged by
+DRAWS = 512  # one-token completions that a distribution is measured by
 DRAWS_AT_ONCE = 64
 
 
@@ -62,7 +62,7 @@ def check_engine(
 
 @dataclass(frozen=True)
 class _Trial:
-    """An engine on trial, and what it is judged by."""
+    """An engine on trial, and what it is compared with."""
 
     engine: Engine
     prompts: tuple[Prompt, ...]

@@ -63,6 +63,10 @@ class Adapter:
         )
         config = copy.copy(self.config)
         config.inference_mode = True  # as peft's own save_pretrained writes it
+        score = {f"base_model.model.{n}": w for n, w in weights.items() if n.startswith("score.")}
+        if score:  # a reward model's: it replaces the language-model head
+            state |= score
+            config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
         if isinstance(config.target_modules, set):
             config.target_modules = sorted(config.target_modules)
         with replacing(folder) as new:

@@ -1,4 +1,5 @@
-"""A language model as a scorer: batch in, log-probs ``[B, T]`` out. The one module that wrappers wrap.
+"""A language model as a backbone: batch in, hidden states out, or what a readout makes of them. The one
+module that wrappers wrap.
 
 `razona.models.wrap` decides, once and by trying it, whether a model can take the flat shared-prefix row; one
 that cannot (recurrent mixers, attention that does not go through transformers' interface) runs full padded
@@ -11,16 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from razona.batch import Batch
+from razona.batch import Batch, FlatRow, FullRows
 from razona.models.cpu import llama
 from razona.models.cpu.linear import patch_linears, patch_lora
-from razona.models.cpu.reuse import ActivationStore, Recorder
+from razona.models.cpu.reuse import ActivationStore, BatchActivations, Recorder
 from razona.models.cpu.rms_norm import patch_rms_norms
 from razona.models.flat import FlatLayout, Layout
 from razona.models.head import Head
 from razona.models.multimodal import language_model
+from razona.models.readout import LogProbs, Scalar
 
 
 class DecodingLayout(Layout, llama.TokenLayout, Protocol):
@@ -52,22 +53,21 @@ class FlatScorer(nn.Module):
         ``token_stats`` ``[2, B, T]``, where given, is filled at the trained tokens with whether each is the
         most probable one, 1 or 0, and with the entropy of the distribution it comes from, in nats.
         """
-        row = batch.flat()
-        layout = FlatLayout(row, exact=self.exact)
         may_know = torch.is_grad_enabled() and token_stats is None
         known = self.activations.of(batch, temperature=temperature) if may_know else None
+        hidden, row = self.states(batch, known)
+        return LogProbs(self.head)(hidden, row, temperature=temperature, token_stats=token_stats, known=known)
+
+    def states(self, batch: Batch, known: BatchActivations | None = None) -> tuple[Tensor, FlatRow]:
+        """Last hidden states ``[N, h]`` of the flat row, and the row: what a readout takes. Of what is
+        ``known`` only the backward pass is left to do.
+        """
+        row = batch.flat()
+        layout = FlatLayout(row, exact=self.exact)
         if known is None:
-            hidden = self.hidden(row.token_ids, row.position_ids, layout)
-        else:
-            text = language_model(self.model)
-            hidden = llama.replay(text, row.token_ids[0], row.position_ids[0], layout, known.layers)
-        stats = None if token_stats is None else torch.zeros(2, len(row.target), device=hidden.device)
-        scored = self.head.logprobs(
-            hidden[row.source], row.target, temperature=temperature, token_stats=stats, known=known
-        )
-        if token_stats is not None and stats is not None:
-            token_stats[:, row.scored] = stats
-        return torch.zeros(row.scored.shape, device=scored.device).masked_scatter(row.scored, scored)
+            return self.hidden(row.token_ids, row.position_ids, layout), row
+        text = language_model(self.model)
+        return llama.replay(text, row.token_ids[0], row.position_ids[0], layout, known.layers), row
 
     def hidden(
         self,
@@ -122,27 +122,39 @@ class FullRowScorer(nn.Module):
 
     def forward(self, batch: Batch, *, temperature: float = 1.0, token_stats: Tensor | None = None) -> Tensor:
         """As `FlatScorer.forward`."""
-        device = batch.token_ids.device
-        rows = [
-            torch.cat([torch.tensor(batch.prompts[group], device=device), batch.token_ids[index, :length]])
-            for index, (group, length) in enumerate(zip(batch.group_of, batch.lengths, strict=True))
-        ]
-        tokens = pad_sequence(rows, batch_first=True)
-        lengths = torch.tensor([len(row) for row in rows], device=device)
-        attended = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-        logits = self.model(tokens, attention_mask=attended.long(), use_cache=False).logits
-        out = torch.zeros(batch.loss_mask.shape, device=device)
-        picked = []
-        for index, group in enumerate(batch.group_of):
-            first, length = len(batch.prompts[group]), batch.lengths[index]
-            own = (logits[index, first - 1 : first - 1 + length].float() / temperature).log_softmax(-1)
-            target, trained = batch.token_ids[index, :length], batch.loss_mask[index, :length]
-            picked.append(own.gather(1, target[:, None])[:, 0][trained])
-            if token_stats is not None:
-                likely = own.detach()
-                token_stats[0, index, :length] = ((likely.argmax(-1) == target) & trained).float()
-                token_stats[1, index, :length] = -(likely.exp() * likely).nansum(-1) * trained
-        return out.masked_scatter(batch.loss_mask, torch.cat(picked))
+        rows = batch.full_rows()
+        # The model's own logits: what it does between its states and them need not be known here.
+        logits = self.model(rows.token_ids, attention_mask=rows.attended.long(), use_cache=False).logits
+        logprobs = (logits.flatten(0, 1)[rows.source].float() / temperature).log_softmax(-1)
+        scored = logprobs.gather(1, rows.target[:, None])[:, 0]
+        if token_stats is not None:
+            likely = logprobs.detach()
+            token_stats[0, rows.scored] = (likely.argmax(-1) == rows.target).float()
+            token_stats[1, rows.scored] = -(likely.exp() * likely).nansum(-1)
+        return torch.zeros(rows.scored.shape, device=scored.device).masked_scatter(rows.scored, scored)
+
+    def states(self, batch: Batch) -> tuple[Tensor, FullRows]:
+        """Last hidden states ``[B * L, h]`` of the full padded rows, and the rows."""
+        rows = batch.full_rows()
+        text = language_model(self.model).base_model
+        out = text(rows.token_ids, attention_mask=rows.attended.long(), use_cache=False)
+        return out.last_hidden_state.flatten(0, 1), rows
 
 
 Scorer = FlatScorer | FullRowScorer
+
+
+class ScalarScorer(nn.Module):
+    """A number per token or per sequence, read off a backbone's states. Of a value or reward model the one
+    module that wrappers wrap.
+    """
+
+    def __init__(self, backbone: Scorer, readout: Scalar) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.readout = readout
+
+    def forward(self, batch: Batch, *, per_token: bool) -> Tensor:
+        """fp32 values ``[B, T]``, 0 where ``loss_mask`` is False, or scores ``[B]``."""
+        hidden, row = self.backbone.states(batch)
+        return self.readout.values(hidden, row) if per_token else self.readout.scores(hidden, row)

@@ -29,7 +29,6 @@ def wrap(model: Any) -> Scorer:
     ids[:, 0] = ids[0, 0]
     probe = Batch(
         prompts=((1, 2, 3, 4, 5, 6),),
-        kv_lengths=(0,),
         group_of=(0, 0),
         lengths=(12, 12),
         token_ids=ids,

@@ -154,7 +154,7 @@ def _what(
 
 
 def _method(stored: Mapping[str, Any]) -> str:
-    """The words of the run's own header."""
+    """From the run's own header."""
     lines = stored.get("header")
     return "## What was trained, and how\n\n```text\n" + "\n".join(lines) + "\n```" if lines else ""
 

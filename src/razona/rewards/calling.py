@@ -1,8 +1,12 @@
-"""Calling functions that may be plain or coroutine functions, with a time limit, from any thread."""
+"""Calling functions that may be plain or coroutine functions, with a time limit, from any thread.
+
+What a function raises is the outcome of its call, sys.exit() too: it must not end the program.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import threading
@@ -55,10 +59,10 @@ def _call_plain(function: Callable[..., Any], arguments: dict[str, Any], timeout
             answer = function(**arguments)
             # A generator does its work, and fails, when it is read.
             future.set_result(list(answer) if isinstance(answer, Iterator) else answer)
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and timeout is None:  # of this thread, not the function's
+                raise
             future.set_result(error)
-        except BaseException as error:  # SystemExit in a thread would be lost
-            future.set_exception(error)
 
     if timeout is None:
         work()
@@ -70,14 +74,19 @@ def _call_plain(function: Callable[..., Any], arguments: dict[str, Any], timeout
 async def _limited(function: Callable[..., Any], arguments: dict[str, Any], timeout: float | None) -> Any:
     """asyncio.wait, not wait_for: a TimeoutError of the function's own stays one, and a coroutine that will
     not be cancelled is not waited for."""
+    task = asyncio.ensure_future(_caught(function, arguments))
+    done, _ = await asyncio.wait({task}, timeout=timeout)
+    if not done:
+        task.cancel()
+        return TimedOut(timeout or 0.0)
+    return task.result()
+
+
+async def _caught(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What the coroutine function returned or raised: a SystemExit of a task ends the event loop."""
     try:
-        task = asyncio.ensure_future(function(**arguments))
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-        if not done:
-            task.cancel()
-            return TimedOut(timeout or 0.0)
-        return task.result()
-    except Exception as error:
+        return await function(**arguments)
+    except BaseException as error:
         return error
 
 
@@ -92,5 +101,11 @@ def _outcome(future: Future[Any], wait: float | None, timeout: float | None) -> 
 def _loop() -> asyncio.AbstractEventLoop:
     """One event loop in a thread, for the life of the process: clients that functions keep stay usable."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="razona-rewards", daemon=True).start()
+
+    def serve() -> None:
+        while True:  # a SystemExit in a task that a function started comes out here
+            with contextlib.suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=serve, name="razona-rewards", daemon=True).start()
     return loop

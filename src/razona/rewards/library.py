@@ -1,6 +1,6 @@
 """The reward functions that come along: format, exact answer, length, overlong punishment.
 
-Each factory returns a function of the reward protocol. They judge strings and messages alike.
+Each factory returns a function of the reward protocol. They score strings and messages alike.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def soft_overlong(max_completion_length: int, cache: int) -> Callable[..., list[
     """DAPO's soft overlong punishment (arXiv 2503.14476 section 3.4), to be added to a reward of correctness.
 
     0 up to ``max_completion_length - cache`` tokens (the stop token counts), from there evenly down to -1 at
-    ``max_completion_length``, and -1 beyond. ``cache`` 0: -1 beyond the limit, else 0. It always judges: a
-    completion that no other function can judge then has a reward, its punishment.
+    ``max_completion_length``, and -1 beyond. ``cache`` 0: -1 beyond the limit, else 0. It always scores: a
+    completion that no other function can score then has a reward, its punishment.
 
     >>> soft_overlong(8, cache=4)(completion_ids=[[1] * 4, [1] * 6, [1] * 8])
     [0.0, -0.5, -1.0]

@@ -176,8 +176,8 @@ def score(
     ``timeout`` is in seconds per call; plain functions then run in a worker thread, which cannot be stopped:
     after a time-out it goes on in the background, and one stuck in C code that holds the interpreter lock (a
     catastrophic regular expression) cannot even be noticed. With None or 0 there is no limit, and plain
-    functions run in this thread. Raises RewardError for an exception, a time-out, a wrong length, NaN, inf or
-    what is no number.
+    functions run in this thread. Raises RewardError for an exception (sys.exit() is one), a time-out, a wrong
+    length, NaN, inf or what is no number.
     """
     limit = timeout or None
     calls = [(b.function, _arguments(b, groups)) for b in bound]
@@ -212,12 +212,14 @@ def _values(outcome: Any, size: int) -> list[float]:
     if isinstance(outcome, TimedOut):
         raise _Fault(f"took longer than {outcome.seconds:g} s (reward_timeout)", timed_out=True) from outcome
     if isinstance(outcome, BaseException):
-        hint = (
-            ". Reward functions run in a worker thread, where signal.alarm does not work: switch such time "
-            "limits off (math_verify: parsing_timeout=None, timeout_seconds=None)"
-            if "main thread" in str(outcome)
-            else ""
-        )
+        hint = ""
+        if "main thread" in str(outcome):
+            hint = (
+                ". Reward functions run in a worker thread, where signal.alarm does not work: switch such "
+                "time limits off (math_verify: parsing_timeout=None, timeout_seconds=None)"
+            )
+        elif isinstance(outcome, SystemExit):
+            hint = ". It may not end the program: return None where it cannot score, or raise an error"
         raise _Fault(f"raised {type(outcome).__name__}: {outcome}{hint}") from outcome
     plain = outcome.tolist() if hasattr(outcome, "tolist") else outcome
     if isinstance(plain, (str, Mapping)) or not isinstance(plain, Iterable):

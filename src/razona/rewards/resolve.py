@@ -19,18 +19,26 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "length": library.length,
 }
 
+MODEL = "model:"
+"""Before the folder or hub id of a reward model."""
+
 
 def resolve(spec: str) -> Callable[..., Any]:
-    """A reward function from ``format``, ``exact_answer`` or ``length``, from ``path/to/file.py:function`` or
-    from ``package.module:function``. The file is run: it is code. Raises RewardError."""
+    """A reward function from ``format``, ``exact_answer`` or ``length``, from ``path/to/file.py:function``,
+    from ``package.module:function``, or a reward model from ``model:FOLDER`` or ``model:OWNER/NAME``. The
+    file is run: it is code. Raises RewardError."""
     if spec in BUILT_IN:
         return BUILT_IN[spec]()
+    if spec.startswith(MODEL):
+        from razona.rewards.model import reward_model  # transformers: only where one is asked for
+
+        return reward_model(spec.removeprefix(MODEL))
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise RewardError(
             f"There is no built-in reward {spec!r}.{nearest(spec, BUILT_IN)} Built in are "
             f"{', '.join(BUILT_IN)}; your own are written path/to/file.py:function or "
-            "package.module:function."
+            "package.module:function, and a reward model model:FOLDER or model:OWNER/NAME."
         )
     module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _from_package(place)
     function = getattr(module, name, None)
@@ -61,7 +69,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[known] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[known]
         raise RewardError(
             f"{path} cannot be run: {type(error).__name__}: {error}. Run it with python to see more."
@@ -73,7 +81,7 @@ def _from_package(name: str) -> ModuleType:
     _reach(Path.cwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"The module {name!r} cannot be imported: {type(error).__name__}: {error}. "
             "A file is written with its ending: path/to/file.py:function."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from razona.config import PassRule
 from razona.data import PromptSource
 from razona.rewards import BoundReward, score
 from razona.types import Engine, Group, Prompt, Sampling, seed_for
@@ -64,3 +65,8 @@ def score_groups(groups: Sequence[Group], rewards: Sequence[BoundReward], *, tim
     """Rewards ``[P, G, R]`` of groups of one size."""
     flat = torch.tensor(score(rewards, groups, timeout=timeout), dtype=torch.float64)
     return flat.reshape(len(groups), -1, len(rewards))
+
+
+def passes(rewards: Tensor, rule: PassRule) -> Tensor:
+    """What `razona.rewards.pass_reward` gave, ``[...]`` -> bool ``[...]``: nan, no reward, does not pass."""
+    return rewards > rule.pass_above

@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from razona.config import GRPOConfig
-from razona.config.grpo import DifficultyConfig
+from razona.config import GRPOConfig, PassRule
 from razona.data import PromptSource
-from razona.errors import ConfigError, DataError
+from razona.errors import DataError
 from razona.rewards import BoundReward, pass_reward
-from razona.rollout.collect import completion_seeds, score_groups
+from razona.rollout.collect import completion_seeds, passes, score_groups
 from razona.run.console import Console
 from razona.types import Engine, Prompt, Sampling
 
@@ -74,20 +73,20 @@ def measure(
     reward: BoundReward,
     *,
     sampling: Sampling,
-    pass_above: float,
+    rule: PassRule,
     seed: int,
     step: int,
     reward_timeout: float,
 ) -> list[PassRate]:
-    """The pass rate of each prompt: a completion passes when its reward is above ``pass_above``; one that
-    cannot be scored does not count."""
+    """The pass rate of each prompt, of the completions that pass by ``rule``; one that cannot be scored does
+    not count."""
     seeds = completion_seeds(prompts, sampling.group_size, seed=seed, step=step)
     groups = engine.generate(prompts, sampling, seeds=seeds)
     values = score_groups(groups, [reward], timeout=reward_timeout)[..., 0]  # [P, G]
     return [
         PassRate(
             group.prompt.id,
-            passes=int((row > pass_above).sum()),
+            passes=int(passes(row, rule).sum()),
             count=int((~row.isnan()).sum()),
             cut=sum(c.finish_reason == "length" for c in group.completions),
         )
@@ -200,7 +199,7 @@ class DifficultyFilter(PromptSource[Prompt]):
                 self.prompts[first : first + CHUNK],
                 self.reward,
                 sampling=sampling,
-                pass_above=self.options.pass_above,
+                rule=self.options,
                 seed=config.run.seed,
                 step=-2 - step,  # -1 is the held-out evaluation's
                 reward_timeout=config.reward_timeout,
@@ -233,20 +232,9 @@ def make_source(
     config: GRPOConfig, prompts: Sequence[Prompt], rewards: Sequence[BoundReward], console: Console
 ) -> PromptSource[Prompt]:
     """The prompts in the order of the run; of middle difficulty only where the configuration says so. Raises
-    ConfigError where its options exclude each other or would be ignored."""
-    options, defaults = config.objective.difficulty, DifficultyConfig()
-    low, high = options.min_pass_rate, options.max_pass_rate
-    if low > high:
-        raise ConfigError(
-            f"objective.difficulty.min_pass_rate = {low:g} is above max_pass_rate = {high:g}: no prompt can "
-            "have both. Give bounds such as 0.2 and 0.8."
-        )
-    if (low, high) == (defaults.min_pass_rate, defaults.max_pass_rate):
-        if options != defaults:
-            raise ConfigError(
-                f"{options} leaves out no prompt: every pass rate lies in 0..1. Give --min-pass-rate or "
-                "--max-pass-rate, or leave the other options of objective.difficulty out."
-            )
+    ConfigError where it cannot be told which reward says what passes."""
+    options = config.objective.difficulty
+    if not options.filters:
         return PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     reward = pass_reward(rewards, options.pass_reward, option="objective.difficulty.pass-reward")
     source = DifficultyFilter(prompts, config, reward, console)

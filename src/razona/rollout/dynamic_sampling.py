@@ -13,7 +13,7 @@ from razona.config import DynamicSamplingConfig, GRPOConfig
 from razona.errors import CheckpointError, DifficultyError
 from razona.objective import Objective
 from razona.rewards import BoundReward, pass_reward
-from razona.rollout.collect import Sample
+from razona.rollout.collect import Sample, passes
 from razona.types import Completion, Group, Prompt
 
 
@@ -32,7 +32,7 @@ class DynamicSampling:
         prompts: Sequence[Prompt],
     ) -> None:
         self.options, self.rewards = options, rewards
-        reward = pass_reward(rewards, options.reward, option="objective.dynamic-sampling.reward")
+        reward = pass_reward(rewards, options.pass_reward, option="objective.dynamic-sampling.pass-reward")
         self.pass_index = [b.name for b in rewards].index(reward.name)
         self.prompts = {prompt.id: prompt for prompt in prompts}
         self.surplus: list[tuple[Group, Tensor]] = []  # a mixed group and its rewards [G, R]
@@ -46,11 +46,11 @@ class DynamicSampling:
 
     @property
     def _rule(self) -> str:
-        return f"{self.rewards[self.pass_index].name} > {self.options.above:g}"
+        return f"{self.rewards[self.pass_index].name} > {self.options.pass_above:g}"
 
     def right(self, rewards: Tensor) -> Tensor:
         """``[..., G, R] -> [..., G]`` bool; a completion without a reward is not right."""
-        return rewards[..., self.pass_index] > self.options.above
+        return passes(rewards[..., self.pass_index], self.options)
 
     def __call__(self, sample: Sample, count: int) -> tuple[list[Group], Tensor, dict[str, float]]:
         """``count`` mixed groups, their rewards, and figures. DifficultyError when ``max_rounds`` of
@@ -109,7 +109,7 @@ class DynamicSampling:
         cure = (
             "Start from a model that solves some of them (a cold start by SFT), give easier ones"
             if hard
-            else "Give harder ones, or raise objective.dynamic_sampling.above where the reward is a grade"
+            else "Give harder ones, or raise objective.dynamic_sampling.pass_above for graded rewards"
         )
         return (
             f"{self.options.max_rounds} rounds, {len(sampled)} prompts of {sampled.shape[1]} completions, "
@@ -144,7 +144,7 @@ def make_dynamic_sampling(
 ) -> DynamicSampling | None:
     """Dynamic sampling, where it is asked for or belongs to the objective."""
     options = config.objective.dynamic_sampling
-    wanted = options.mode == "on" or (options.mode == "auto" and objective.name == "DAPO")
+    wanted = options.mode == "on" or (options.mode == "auto" and objective.dynamic_sampling)
     return DynamicSampling(options, rewards, prompts) if wanted else None
 
 

@@ -68,14 +68,8 @@ class Evaluator:
         groups = engine.generate(self.prompts, self.sampling, seeds=seeds)
         values = score_groups(groups, self.rewards, timeout=self.reward_timeout)
         totals = total_rewards(values, tuple(b.weight for b in self.rewards))
-        self.records = rollout_records(
-            EVAL_STEP,
-            groups,
-            rewards=values.tolist(),
-            reward_names=[b.name for b in self.rewards],
-            totals=totals.tolist(),
-            advantages=totals.mul(0).nan_to_num(0).tolist(),
-        )
+        nothing = totals.mul(0).nan_to_num(0)
+        self.records = rollout_records(EVAL_STEP, groups, values, self.rewards, advantages=nothing)
         series = {f"eval/{b.name}": values[..., index] for index, b in enumerate(self.rewards)}
         metrics = {}
         for name, per_completion in {**series, "eval/reward": totals}.items():

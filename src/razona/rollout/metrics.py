@@ -80,7 +80,7 @@ class UpdateMeter:
         if not mask.any():  # every completion filtered
             return
         if not micro.reuses_activations:
-            self._mismatch(old, needed(micro.sampler_logprobs), mask)
+            self._mismatch(old, micro.sampler_logprobs, mask)
         rho = self.objective.ratio_fn(logprobs, old, mask)
         if self.objective.clip is not None:
             low, high = self.objective.clip
@@ -97,26 +97,25 @@ class UpdateMeter:
     def watch(self, policy: Policy, rollout: Batch, *, step: int, temperature: float) -> None:
         """Where training passes take what the sampler computed, the mismatch is that of one completion a
         step, computed anew."""
-        kept = [
-            rollout.activations[group] is not None and rollout.activations[group].is_valid
-            for group in rollout.group_of
-        ]
-        rows = (rollout.loss_mask.any(1) & torch.tensor(kept)).nonzero()[:, 0].tolist()
+        activations = needed(rollout.sampled).activations
+        saved = [activations[group] is not None and activations[group].is_valid for group in rollout.group_of]
+        rows = (rollout.loss_mask.any(1) & torch.tensor(saved)).nonzero()[:, 0].tolist()
         if rows:
             one = rollout.select([rows[step % len(rows)]])
-            found = policy.logprobs(one, temperature=temperature)
-            self._mismatch(found, needed(one.sampler_logprobs), one.loss_mask)
+            trainer_logprobs = policy.logprobs(one, temperature=temperature)
+            self._mismatch(trainer_logprobs, one.sampler_logprobs, one.loss_mask)
 
-    def _mismatch(self, old: Tensor, sampler: Tensor, mask: Tensor) -> None:
-        """Trainer's log-probs against the sampler's, and the weights that correct for it, if there are."""
-        difference = (old - sampler)[mask].abs()
+    def _mismatch(self, trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> None:
+        """The trainer's log-probs against the sampler's, and the weights that correct, if there are any."""
+        difference = (trainer_logprobs - sampler_logprobs)[mask].abs()
         self._sum("mismatch/exact_share", (difference == 0).sum(), mask)
         self._sum("mismatch/mean_abs", difference.sum(), mask)
         self._most("mismatch/max_abs", difference.max())
-        self._sum("mismatch/kl", torch.where(mask, kl_k3(sampler, old, mask), 0.0).sum(), mask)
+        kl = kl_k3(sampler_logprobs, trainer_logprobs, mask)
+        self._sum("mismatch/kl", torch.where(mask, kl, 0.0).sum(), mask)
         if self.objective.importance_fn is uncorrected:
             return
-        weight = self.objective.importance_fn(old, sampler, mask)[mask]
+        weight = self.objective.importance_fn(trainer_logprobs, sampler_logprobs, mask)[mask]
         self._sum("importance", weight.sum(), mask)
         self._most("importance/max", weight.max())
         self._least("importance/min", weight.min())

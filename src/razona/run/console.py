@@ -54,6 +54,10 @@ class Console:
         """Something the user should know but need not act on."""
         self.print(f"note: {text}", style="yellow")
 
+    def mute(self) -> None:
+        """Prints nothing from now on: the terminal has gone."""
+        self._rich.file = rich.console.NULL_FILE
+
     def result(self, value: Mapping[str, Any]) -> None:
         """In JSON mode, the result as the last line of stdout; else nothing."""
         if self.json_mode:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from razona import __version__
+from razona.config.names import other_version
 from razona.errors import CheckpointError, ConfigError
 
 STREAMS = ("metrics", "rollouts", "timings")
@@ -26,11 +27,14 @@ STREAMS = ("metrics", "rollouts", "timings")
 class RunFolder:
     """Owns ``output_dir`` and its JSONL files; its state is how many bytes of each belong to the run."""
 
-    def __init__(self, path: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, *, resume: bool = False, overwrite: bool = False, resume_hint: str = ""
+    ) -> None:
         """Create the folder. One that holds a run is a ConfigError, unless ``resume`` goes on with it or
-        ``overwrite`` moves it aside (``moved`` then says where to)."""
+        ``overwrite`` moves it aside (``moved`` then says where to). ``resume_hint`` says how to go on with
+        it once it was stopped."""
         self.path = Path(path).expanduser().absolute()
-        self.resume = resume
+        self.resume, self.resume_hint = resume, resume_hint
         self.moved: Path | None = None
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"output_dir {self.path} is a file. Give another output_dir.")
@@ -76,6 +80,12 @@ class RunFolder:
         path = self.path / "config.json"
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
+            if other := other_version(before["config"], config):
+                raise CheckpointError(
+                    f"The run in {self.path} was begun by another version of razona, "
+                    f"{before.get('razona')} (this is {__version__}): in its config.json, {other}. "
+                    "Finish it with that version, or give another --run.output-dir."
+                )
             changed = [
                 line
                 for name in fingerprint
@@ -120,10 +130,12 @@ class RunFolder:
             truncate_jsonl(self.path / f"{name}.jsonl", self._offsets[name])
 
     def close(self) -> None:
-        self._offsets = self.state_dict()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        try:
+            self._offsets = self.state_dict()
+        finally:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
 
     def _write(self, stream: str, record: Mapping[str, Any]) -> None:
         if stream not in self._files:  # a resumed run without a checkpoint starts from nothing

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from razona.advantages import total_rewards
 from razona.batch import collate, needed
 from razona.build.data import fitting_prompts, load_table
 from razona.build.header import describe
@@ -22,7 +21,6 @@ from razona.build.precision import with_precision
 from razona.config import GRPOConfig
 from razona.config.check import validate
 from razona.data import PromptSource, Rows
-from razona.engines.native import NativeEngine
 from razona.errors import finite
 from razona.losses.weights import masked_sum
 from razona.models import LoadedModel
@@ -35,34 +33,19 @@ from razona.rollout.difficulty import make_source, refilter
 from razona.rollout.dynamic_sampling import DynamicSampling, make_dynamic_sampling
 from razona.rollout.evaluate import Evaluator
 from razona.rollout.metrics import UpdateMeter, completion_means, rollout_metrics
+from razona.rollout.notices import NothingLearned
 from razona.rollout.records import rollout_records
 from razona.run.console import Console
-from razona.run.folder import Phases, RunFolder
-from razona.run.progress import (
-    RESUME_HINT,
-    Interrupt,
-    OnStep,
-    Progress,
-    ZeroStdNote,
-    finish,
-    keep_going,
-    keeping_the_weights,
-    open_run,
-    restore,
-    save_run,
-)
+from razona.run.folder import RunFolder
+from razona.run.progress import due
+from razona.run.steps import RESUME_HINT, Evaluate, OnStep, Steps, keep_going, running
 from razona.tasks import with_task
-from razona.types import Engine, Prompt
-
-NOTHING_TRAINED = (
-    "every completion was cut off, and the overlong filter takes their loss: nothing was trained. Raise "
-    "sampling.max_completion_length, or check that the model's stop tokens are the right ones."
-)
+from razona.types import Engine, Prompt, Stateful
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. Those with a ``state_dict`` are what a checkpoint holds."""
+    """What a run is made of."""
 
     policy: Policy
     reference: Reference | None
@@ -72,37 +55,40 @@ class Parts:
     dynamic_sampling: DynamicSampling | None
     evaluator: Evaluator | None
     log: RunFolder
-    progress: Progress
     on_step: OnStep = keep_going
 
     @property
-    def state(self) -> dict[str, Any]:
-        state = {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
+    def state(self) -> dict[str, Stateful]:
+        """What a checkpoint holds."""
+        state: dict[str, Stateful] = {"policy": self.policy, "source": self.source}
         if self.reference is not None and self.reference.refresh_every:
             state["reference"] = self.reference
         if self.dynamic_sampling is not None:
             state["dynamic_sampling"] = self.dynamic_sampling
         return state
 
+    @property
+    def evaluate(self) -> Evaluate | None:
+        evaluator = self.evaluator
+        return None if evaluator is None else lambda: (evaluator(self.engine), evaluator.records)
+
 
 def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Console) -> dict[str, Any]:
-    """Trains from ``parts.progress.step`` to ``config.run.num_steps``. Returns the last step's metrics."""
-    policy, engine, reference, progress = parts.policy, parts.engine, parts.reference, parts.progress
+    """Trains up to ``config.run.num_steps``. Returns the last step's metrics, and how the run ended."""
+    policy, engine, reference = parts.policy, parts.engine, parts.reference
+    weights = tuple(b.weight for b in parts.rewards)
     temperature, budget = config.sampling.temperature, config.tokens_per_microbatch
     several_updates = config.minibatches_per_rollout * config.epochs_per_rollout > 1
     skip_zero_advantage = is_zero_at_zero_advantage(objective.loss_fn)
-    metrics: dict[str, float] = {}
-    phases, zero_std_note = Phases(), ZeroStdNote(console)
+    nothing_learned = NothingLearned(console)
 
-    with (
-        keeping_the_weights(parts.log, progress, policy),
-        Interrupt(console) as interrupt,
-        console.progress("GRPO", config.run.num_steps, progress.step) as advance,
-    ):
-        for step in range(progress.step, config.run.num_steps):
+    with Steps(
+        "GRPO", config.run, config.eval, parts.log, parts.state, parts.evaluate, parts.on_step, console
+    ) as steps:
+        for step in steps:
             # Sample and score.
             engine.load_weights(policy, version=step)
-            filtered = refilter(parts.source, engine, step, phases)  # prompts too easy or too hard by now
+            filtered = refilter(parts.source, engine, step, steps.phase)  # out go too easy and too hard ones
             with policy.saving_activations(not several_updates):  # for the training pass below
                 groups, rewards, sampling_figures = collect(
                     engine,
@@ -113,21 +99,20 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                     seed=config.run.seed,
                     step=step,
                     reward_timeout=config.reward_timeout,
-                    phases=phases,
+                    phases=steps.phase,
                     dynamic_sampling=parts.dynamic_sampling,
                 )
             rollout = collate(groups, rewards, overlong_filter=objective.overlong_filter).to(policy.device)
 
             # Only the passes that are needed: with one update per rollout the old policy is the present one.
-            measure_kl = objective.kl_coef != 0 or _due(step, config.measure_kl_every)
+            measure_kl = objective.kl_coef != 0 or due(step, config.measure_kl_every)
             stale = [c.policy_version != step for group in groups for c in group.completions]
-            with torch.no_grad(), phases("score"):
+            with torch.no_grad(), steps.phase("score"):
                 if several_updates or any(stale):
                     rollout = rollout.with_old(policy, temperature=temperature, budget=budget, stale=stale)
                 if reference is not None and measure_kl:
                     rollout = rollout.with_reference(reference, temperature=temperature, budget=budget)
 
-            weights = tuple(b.weight for b in parts.rewards)
             rollout = rollout.with_advantages(without_kl(objective.advantage_fn), reward_weights=weights)
             meter = UpdateMeter(objective)
             meter.watch(policy, rollout, step=step, temperature=temperature)
@@ -138,14 +123,14 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                 if skip_zero_advantage and not measure_kl:
                     minibatch = minibatch.with_signal()  # where every advantage is 0 the gradient is too
                 for micro in minibatch.split(budget):
-                    with phases("train"):
+                    with steps.phase("train"):
                         logprobs = policy.logprobs(micro, temperature=temperature)  # [b, T]
                         old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
                         token_loss = objective.loss_fn(
                             logprobs, old, needed(micro.advantages), micro.loss_mask
                         )
                         token_loss = token_loss * objective.importance_fn(
-                            old, needed(micro.sampler_logprobs), micro.loss_mask
+                            old, micro.sampler_logprobs, micro.loss_mask
                         )  # 1, unless the objective corrects for a sampler that is not quite the trainer
                         if objective.kl_coef:
                             kl = objective.kl_fn(logprobs, needed(micro.ref_logprobs), old, micro.loss_mask)
@@ -154,53 +139,18 @@ def train(config: GRPOConfig, objective: Objective, parts: Parts, console: Conso
                         loss.backward()
                     meter.add(micro, logprobs, old, loss)
                 finite("loss", meter.loss)
-                with phases("optimizer"):
+                with steps.phase("optimizer"):
                     meter.updated(finite("gradient norm", policy.update()))
-            if reference is not None and _due(step + 1, reference.refresh_every):
+            if reference is not None and due(step + 1, reference.refresh_every):
                 reference.refresh()
 
-            # What happened, for people and for files.
-            learning_rate = policy.learning_rate(policy.updates - 1)
+            # What happened.
             sampled = filtered | rollout_metrics(groups, rewards, parts.rewards) | sampling_figures
-            metrics = sampled | meter.metrics() | {"lr": learning_rate}
-            records = rollout_records(
-                step + 1,
-                groups,
-                rewards=rewards.tolist(),
-                reward_names=[b.name for b in parts.rewards],
-                totals=total_rewards(rewards, weights).tolist(),
-                advantages=completion_means(needed(rollout.advantages), rollout.lengths)
-                .reshape(rewards.shape[:2])
-                .tolist(),
-            )
-            if meter.tokens:
-                zero_std_note(step + 1, metrics)
-            else:
-                console.note(f"step {step + 1}: {NOTHING_TRAINED}")
-            progress.step = step + 1
-            last = step + 1 == config.run.num_steps
-            if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
-                with phases("eval"):
-                    metrics |= parts.evaluator(engine)
-                progress.update_best(metrics, config.eval.best_metric or "eval/reward")
-                console.samples(f"step {step + 1}: held-out completions", parts.evaluator.records[:3])
-            parts.log.log(step + 1, metrics)
-            parts.log.log_rollouts(records)
-            stopping = parts.on_step(step + 1, metrics, records) or last or interrupt.wanted  # and so saved
-            seconds = phases.pop()
-            parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
-            if stopping or progress.is_best or _due(step + 1, config.run.save_every):
-                with phases("checkpoint"):
-                    save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
-            console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
-            if _due(step + 1, config.run.print_every):
-                console.samples(
-                    f"step {step + 1}: completions of one prompt", records[: config.sampling.group_size][:3]
-                )
-            advance()
-            if stopping:
-                break
-    return metrics | {"step": progress.step, "interrupted": progress.step < config.run.num_steps}
+            metrics = sampled | meter.metrics() | {"lr": policy.learning_rate(policy.updates - 1)}
+            nothing_learned(step + 1, metrics)
+            advantages = completion_means(needed(rollout.advantages), rollout.lengths)
+            steps.end(metrics, rollout_records(step + 1, groups, rewards, parts.rewards, advantages))
+    return steps.result
 
 
 def run(
@@ -243,29 +193,18 @@ def run(
     objective = objective or objective_from(config)
     dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
     trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
-    engine = make_engine(policy, loaded, console)
-    exactness = engine.exactness.sentence if isinstance(engine, NativeEngine) else None
-    header = describe(
-        config, objective, policy, rewards, len(prompts), trains_on, numbers=numbers, exactness=exactness
-    )
+    engine = make_engine(policy, loaded, console, config.sampling.engine)
+    header = describe(config, objective, policy, engine, rewards, len(prompts), trains_on, numbers=numbers)
     console.print(header)
     if dry_run:
         console.print("dry run: everything fits; nothing was sampled, trained or written.")
         return {"dry_run": True, "prompts": len(prompts)}
 
     given = fingerprint(loaded, (table, held_out), objective, rewards, evaluator)
-    log = open_run(config, console, header=header, **given)
-    reference = make_reference(config, objective, policy, log.path)
-    parts = Parts(
-        policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, Progress(), on_step
-    )
-    restore(parts.log, parts.state, console)
-    try:
-        result = train(config, objective, parts, console)
-        policy.save(log.path / "model")
-    finally:
-        policy.release()
-    return finish(log, parts.progress, result, console, resume_hint=resume_hint)
+    with running(config, policy, console, header=header, fingerprint=given, resume_hint=resume_hint) as log:
+        reference = make_reference(config, objective, policy, log.path)
+        parts = Parts(policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, on_step)
+        return train(config, objective, parts, console)
 
 
 def say(console: Console, *notices: str | None) -> None:
@@ -290,7 +229,3 @@ def fingerprint(
         "rewards": {b.name: b.weight for b in rewards},
         "eval_rewards": {b.name: b.weight for b in held_out_rewards},
     }
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -23,72 +23,44 @@ from razona.models.quant import refuse_frozen
 from razona.policy import Policy
 from razona.rollout.evaluate import LossEvaluator
 from razona.run.console import Console
-from razona.run.folder import Phases, RunFolder
-from razona.run.progress import (
-    RESUME_HINT,
-    Interrupt,
-    OnStep,
-    Progress,
-    finish,
-    keep_going,
-    keeping_the_weights,
-    open_run,
-    restore,
-    save_run,
-)
+from razona.run.folder import RunFolder
+from razona.run.steps import RESUME_HINT, Evaluate, OnStep, Steps, keep_going, running
+from razona.types import Stateful
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. Those with a ``state_dict`` are what a checkpoint holds."""
+    """What a run is made of."""
 
     policy: Policy
     source: PromptSource[Demonstration]
     evaluator: LossEvaluator | None
     log: RunFolder
-    progress: Progress
     on_step: OnStep = keep_going
 
     @property
-    def state(self) -> dict[str, Any]:
-        return {"policy": self.policy, "source": self.source, "log": self.log, "progress": self.progress}
+    def state(self) -> dict[str, Stateful]:
+        """What a checkpoint holds."""
+        return {"policy": self.policy, "source": self.source}
+
+    @property
+    def evaluate(self) -> Evaluate | None:
+        evaluator = self.evaluator
+        return None if evaluator is None else lambda: (evaluator(self.policy), ())
 
 
 def train(config: SFTConfig, parts: Parts, console: Console) -> dict[str, Any]:
-    """Trains from ``parts.progress.step`` to ``config.run.num_steps``. Returns the last step's metrics."""
-    policy, progress = parts.policy, parts.progress
-    metrics: dict[str, float] = {}
-    phases = Phases()
-    with (
-        keeping_the_weights(parts.log, progress, policy),
-        Interrupt(console) as interrupt,
-        console.progress("SFT", config.run.num_steps, progress.step) as advance,
-    ):
-        for step in range(progress.step, config.run.num_steps):
+    """Trains up to ``config.run.num_steps``. Returns the last step's metrics, and how the run ended."""
+    policy = parts.policy
+    with Steps(
+        "SFT", config.run, config.eval, parts.log, parts.state, parts.evaluate, parts.on_step, console
+    ) as steps:
+        for _ in steps:
             rows = parts.source.take(config.rows_per_step)
-            with phases("train"):
+            with steps.phase("train"):
                 metrics = update(policy, rows, budget=config.tokens_per_microbatch)
-            metrics |= {"lr": policy.learning_rate(policy.updates - 1)}
-            progress.step = step + 1
-            last = step + 1 == config.run.num_steps
-            if parts.evaluator is not None and (last or _due(step + 1, config.eval.every)):
-                with phases("eval"):
-                    metrics |= parts.evaluator(policy)
-                best = config.eval.best_metric
-                progress.update_best(metrics, best, lower=best == "eval/loss")
-            parts.log.log(step + 1, metrics)
-            # Asked once: what stops here is saved here.
-            stopping = parts.on_step(step + 1, metrics, ()) or last or interrupt.wanted
-            seconds = phases.pop()
-            parts.log.log_timings(step + 1, seconds)  # before the checkpoint, which says where the file ends
-            if stopping or progress.is_best or _due(step + 1, config.run.save_every):
-                with phases("checkpoint"):
-                    save_run(parts.log, parts.state, progress, keep=config.run.keep_checkpoints)
-            console.metrics(step + 1, config.run.num_steps, metrics | {"seconds": sum(seconds.values())})
-            advance()
-            if stopping:
-                break
-    return metrics | {"step": progress.step, "interrupted": progress.step < config.run.num_steps}
+            steps.end(metrics | {"lr": policy.learning_rate(policy.updates - 1)})
+    return steps.result
 
 
 def update(policy: Policy, rows: Sequence[Demonstration], *, budget: int) -> dict[str, float]:
@@ -155,16 +127,12 @@ def run(
         console.print("dry run: everything fits; nothing was trained or written.")
         return {"dry_run": True, "demonstrations": len(found.demonstrations)}
 
-    fingerprint = "+".join(rows.fingerprint for rows in (table, held_out) if rows is not None)
-    log = open_run(config, console, header=header, model=loaded.name, data_fingerprint=fingerprint)
-    parts = Parts(policy, source, evaluator, log, Progress(), on_step)
-    restore(log, parts.state, console)
-    try:
-        result = train(config, parts, console)
-        policy.save(log.path / "model")
-    finally:
-        policy.release()
-    return finish(log, parts.progress, result, console, resume_hint=resume_hint)
+    data = "+".join(rows.fingerprint for rows in (table, held_out) if rows is not None)
+    fingerprint = {"model": loaded.name, "data_fingerprint": data}
+    with running(
+        config, policy, console, header=header, fingerprint=fingerprint, resume_hint=resume_hint
+    ) as log:
+        return train(config, Parts(policy, source, evaluator, log, on_step), console)
 
 
 def fitting_demonstrations(
@@ -222,7 +190,3 @@ def describe(
             f"best by {config.eval.best_metric}"
         )
     return "\n".join(lines)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

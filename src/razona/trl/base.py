@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -12,22 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from razona.commands.push import CARD, open_repo, upload
-from razona.errors import CheckpointError, ConfigError
-from razona.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+from razona.errors import ConfigError
 from razona.models.quant import write_record
 from razona.models.save import declare_widest
 from razona.report.card import model_card
-from razona.run.checkpoint import newest_checkpoint
 from razona.run.console import Console
-from razona.trl.args import Arguments
+from razona.trl.arguments import Arguments
 from razona.trl.checks import INSTEAD
 from razona.trl.figures import eval_figures, mean_of, training_figures
 from razona.trl.model import given_model
+from razona.trl.run_folder import load_best, logged_steps, resumes
 from razona.trl.translate import every
 
 RESUME_HINT = "Resume with: trainer.train(resume_from_checkpoint=True)"
@@ -76,10 +73,10 @@ class Trainer:
 
     def remove_callback(self, callback: Any) -> None:
         """Takes one away again: the object, or every one of the class."""
-        kept = [c for c in self.callbacks if c is not callback and type(c) is not callback]
-        if len(kept) == len(self.callbacks):
+        others = [c for c in self.callbacks if c is not callback and type(c) is not callback]
+        if len(others) == len(self.callbacks):
             raise ConfigError(f"there is no callback {callback!r} to remove.")
-        self.callbacks = kept
+        self.callbacks = others
 
     def log(self, logs: Mapping[str, float]) -> None:
         """One more entry in ``state.log_history``; callbacks hear it."""
@@ -160,7 +157,7 @@ class Trainer:
         self, folder: Path, repo: str, dataset_name: str | None, tags: str | Sequence[str] | None
     ) -> str:
         """Made from the run of this trainer, where there was one."""
-        run = Path(self.args.output_dir) / "run" if self.state.global_step else None
+        run = self._run_folder if self.state.global_step else None
         return model_card(
             folder, run, repo,
             best=self.args.load_best_model_at_end and self.state.best_global_step is not None,
@@ -168,7 +165,7 @@ class Trainer:
             dataset=dataset_name or "", name=self._loaded.name,
         )  # fmt: skip
 
-    # What a run tells.
+    # The course of a run.
 
     def _train(
         self,
@@ -211,7 +208,7 @@ class Trainer:
         }  # fmt: skip
         self._log(metrics)
         if args.load_best_model_at_end:
-            self._load_best(Path(result["run"]))
+            load_best(self.model, Path(result["run"]) / "best")
         self._emit("on_train_end")
         if args.push_to_hub:
             self.push_to_hub()
@@ -223,7 +220,7 @@ class Trainer:
             self._first = False
             self._replay(step)
         self._saved()
-        self._note(step, metrics, records)
+        self._log_step(step, metrics, records)
         ends = step == self._steps or self.control.should_training_stop
         if ends or step % self._per_epoch == 0:
             self._emit("on_epoch_end")
@@ -234,7 +231,9 @@ class Trainer:
             self._emit("on_step_begin")
         return bool(self.control.should_training_stop)
 
-    def _note(self, step: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]) -> None:
+    def _log_step(
+        self, step: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]
+    ) -> None:
         """One step in the log."""
         self.state.global_step, self.state.epoch = step * self._per_step, step / self._per_epoch
         self._losses.append({"loss": metrics["loss"]})
@@ -281,19 +280,19 @@ class Trainer:
             self.state.best_model_checkpoint = f"{self.args.output_dir}/run/best"
 
     def _replay(self, step: int) -> None:
-        """On resume, the log of the steps before ``step``, from the files of the run, without events."""
-        if step == 1:
-            return
-        folder = Path(self.args.output_dir) / "run"
-        by_step: dict[int, list[dict[str, Any]]] = {}
-        if (folder / "rollouts.jsonl").exists():
-            for record in _lines(folder / "rollouts.jsonl"):
-                by_step.setdefault(record["step"], []).append(record)
+        """On resume, the log of the steps before ``step``, without events."""
         callbacks, self.callbacks = self.callbacks, []
-        for line in _lines(folder / "metrics.jsonl"):
-            if (number := line.pop("step")) < step:
-                self._note(number, line, by_step.get(number, ()))
+        for number, metrics, records in logged_steps(self._run_folder, before=step):
+            self._log_step(number, metrics, records)
         self.callbacks = callbacks
+
+    @property
+    def _run_folder(self) -> Path:
+        return Path(self.args.output_dir) / "run"
+
+    def _resuming(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> bool:
+        given = resume_from_checkpoint
+        return resumes(self.args.resume_from_checkpoint if given is None else given, self._run_folder)
 
     def _emit(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
@@ -309,50 +308,3 @@ class Trainer:
                     "control only should_training_stop is supported. Set logging_steps, eval_steps and "
                     "save_steps instead."
                 )
-
-    def _load_best(self, run: Path) -> None:
-        """The weights of the best step, into the model as it stands."""
-        folder = run / "best"
-        if not folder.is_dir():
-            return
-        if hasattr(self.model, "peft_config"):
-            from peft import set_peft_model_state_dict
-
-            adapter = load_file(folder / ADAPTER_WEIGHTS, device=str(self.model.device))
-            set_peft_model_state_dict(self.model, adapter, adapter_name=self.model.active_adapter)
-        else:
-            best = type(self.model).from_pretrained(folder, dtype="auto")
-            self.model.load_state_dict(best.state_dict())
-
-    def _resuming(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> bool:
-        """Whether to go on; a path must be that of the newest checkpoint of ``output_dir``, or above it."""
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.resume_from_checkpoint
-        if not resume_from_checkpoint:
-            return False
-        run = Path(self.args.output_dir).absolute() / "run"
-        newest, _ = newest_checkpoint(run / "checkpoints")
-        if newest is None:
-            raise CheckpointError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}: {run} holds no checkpoint. Leave it "
-                "out to start anew, or set output_dir to that of the run to go on with."
-            )
-        if resume_from_checkpoint is not True:
-            path = Path(resume_from_checkpoint).absolute()
-            if path not in (newest, *newest.parents[:3]):
-                raise CheckpointError(
-                    f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not the newest checkpoint, "
-                    f"{newest}. A run goes on from its newest one: pass True, or delete the later ones."
-                )
-        return True
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file of a run; null is nan, as it was before it was written."""
-
-    def number(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: math.nan if value is None else value for key, value in pairs}
-
-    return [
-        json.loads(line, object_pairs_hook=number) for line in path.read_text(encoding="utf-8").splitlines()
-    ]

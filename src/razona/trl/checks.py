@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from razona.errors import ConfigError
-from razona.trl.args import Arguments
+from razona.trl.arguments import Arguments
 
 INSTEAD = {
     "accelerator": "there is one process; what accelerator.print would print is printed by print",
@@ -42,7 +42,7 @@ def check_evaluation(args: Arguments, eval_dataset: Any) -> None:
     if args.eval_strategy != "no" and isinstance(eval_dataset, Mapping):
         raise ConfigError(
             f"eval_strategy = {args.eval_strategy!r} with several data sets as eval_dataset "
-            f"({', '.join(eval_dataset)}): a run is judged on one. Give one of them, and the others to "
+            f"({', '.join(eval_dataset)}): a run is evaluated on one. Give one of them, and the others to "
             "trainer.evaluate(...)."
         )
     if args.eval_strategy != "no" and eval_dataset is None:

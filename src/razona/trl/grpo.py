@@ -18,8 +18,9 @@ from razona.errors import ConfigError, DataError
 from razona.run.console import Console
 from razona.run.folder import json_line
 from razona.train import grpo
-from razona.trl.args import GRPOConfig, updates_per_rollout
+from razona.trl.args import GRPOConfig
 from razona.trl.base import RESUME_HINT, Trainer
+from razona.trl.batch_sizes import updates_per_rollout
 from razona.trl.checks import check_args, check_evaluation, check_names
 from razona.trl.fields import TRL_VERSION
 from razona.trl.figures import eval_figures
@@ -87,7 +88,7 @@ class GRPOTrainer(Trainer):
         )
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None) -> TrainOutput:
-        """One run. True, or the path of the newest checkpoint, goes on with the one in ``output_dir``."""
+        """One run. True, or the path of the newest checkpoint, resumes the one in ``output_dir``."""
         self.args.check()
         resume = self._resuming(resume_from_checkpoint)
         config = self._config(resume=resume)

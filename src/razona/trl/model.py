@@ -10,7 +10,7 @@ from razona.config import LoRAConfig
 from razona.errors import ConfigError, ModelError
 from razona.models import LoadedModel, from_model
 from razona.run.console import Console
-from razona.trl.args import Arguments
+from razona.trl.arguments import Arguments
 from razona.trl.translate import model_config
 
 

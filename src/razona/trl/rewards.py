@@ -1,4 +1,4 @@
-"""Reward functions as TRL calls them, and models that score."""
+"""Reward functions as TRL calls them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from razona.errors import ConfigError, RewardError
+from razona.errors import ConfigError
 from razona.rewards.calling import is_async
+from razona.rewards.model import ModelReward
 
 OFFERED = ("trainer_state", "log_metric", "log_extra")
 
@@ -95,60 +96,8 @@ def reward_functions(
             "None for a function."
         )
     return [
-        ModelReward(reward, tokenizer, device)
+        ModelReward(reward, tokenizer, device=device)
         if isinstance(reward, (str, torch.nn.Module))
         else listening(reward, number, logs, state)
         for number, (reward, tokenizer) in enumerate(zip(given, tokenizers, strict=True))
     ]
-
-
-class ModelReward:
-    """The score of a sequence classifier with one label for prompt and completion together."""
-
-    def __init__(self, model: Any, tokenizer: Any, device: Any) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", "") or "model")
-        try:
-            if isinstance(model, str):
-                model = AutoModelForSequenceClassification.from_pretrained(
-                    name, num_labels=1, use_safetensors=True
-                ).to(device)
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise RewardError(
-                f"the reward model '{name}' cannot be loaded: {error}. Give a folder or hub id of a sequence "
-                "classifier, or the model with reward_processing_classes."
-            ) from error
-        if getattr(model.config, "num_labels", 1) != 1:
-            raise RewardError(
-                f"the reward model '{name}' has {model.config.num_labels} labels, and a reward is one "
-                "number. Give a model with num_labels=1."
-            )
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id
-        self.model, self.tokenizer = model.eval(), tokenizer
-        self.__name__ = name.rstrip("/").split("/")[-1]
-
-    @torch.inference_mode()
-    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
-        """One score per completion, in batches of 16."""
-        texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
-        scores: list[float] = []
-        for start in range(0, len(texts), 16):
-            inputs = self.tokenizer(
-                texts[start : start + 16],
-                return_tensors="pt",
-                padding=True,
-                padding_side="right",
-                add_special_tokens=False,
-            ).to(self.model.device)
-            inputs.pop("token_type_ids", None)
-            scores += self.model(**inputs).logits[:, 0].float().tolist()
-        return scores
-
-    def _text(self, prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return prompt + str(completion)
-        return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))

@@ -69,7 +69,7 @@ class SFTTrainer(Trainer):
         )
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None) -> TrainOutput:
-        """One run. True, or the path of the newest checkpoint, goes on with the one in ``output_dir``."""
+        """One run. True, or the path of the newest checkpoint, resumes the one in ``output_dir``."""
         self.args.check()
         config = self._config(resume=self._resuming(resume_from_checkpoint))
         self.console.print(f"razona.trl: {self.args!r}, and the rest as in TRL {TRL_VERSION}")

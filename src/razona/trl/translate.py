@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from razona.config import (
     DataConfig,
@@ -16,7 +16,8 @@ from razona.config import (
     SFTConfig,
     SFTEvalConfig,
 )
-from razona.trl.args import SFT_METRICS, Arguments, completions_per_rollout, updates_per_rollout
+from razona.trl.arguments import Arguments
+from razona.trl.batch_sizes import completions_per_rollout, updates_per_rollout
 from razona.types import Sampling
 
 ALL = 10**9  # checkpoints to keep where TRL has no limit
@@ -143,6 +144,13 @@ def eval_config(args: Arguments, *, per: int, epoch: int, total: int) -> EvalCon
         temperature=float(args.temperature),
         best_metric="" if metric is None else eval_name(metric),
     )
+
+
+SFT_METRICS: dict[str, Literal["eval/loss", "eval/token_accuracy"]] = {
+    "loss": "eval/loss",
+    "mean_token_accuracy": "eval/token_accuracy",
+}
+"""Figures of a held-out evaluation in SFT that can choose the best model: TRL's name -> razona's."""
 
 
 def sft_eval_config(args: Arguments, *, epoch: int, total: int) -> SFTEvalConfig:

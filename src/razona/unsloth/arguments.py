@@ -20,7 +20,7 @@ class Argument(NamedTuple):
     default: Any = None
 
 
-def moot(text: str) -> Argument:
+def not_needed(text: str) -> Argument:
     return Argument(False, text)
 
 
@@ -50,13 +50,13 @@ LOADING: dict[str, Argument] = {
         False, "set gradient_checkpointing and tokens_per_microbatch to save memory"
     ),
     "float32_mixed_precision": refused(None, "leave it out: bf16 of the trainer's configuration says it"),
-    "max_lora_rank": moot(ONLY_VLLM),
-    "gpu_memory_utilization": moot(ONLY_VLLM),
-    "disable_log_stats": moot(ONLY_VLLM),
-    "use_gradient_checkpointing": moot("gradient_checkpointing of the trainer's configuration says it"),
-    "random_state": moot("nothing is drawn while loading; get_peft_model has its own"),
-    "fix_tokenizer": moot("a pad token is always there, and stop tokens are known"),
-    "use_exact_model_name": moot("names are always taken as they are"),
+    "max_lora_rank": not_needed(ONLY_VLLM),
+    "gpu_memory_utilization": not_needed(ONLY_VLLM),
+    "disable_log_stats": not_needed(ONLY_VLLM),
+    "use_gradient_checkpointing": not_needed("gradient_checkpointing of the trainer's configuration says it"),
+    "random_state": not_needed("nothing is drawn while loading; get_peft_model has its own"),
+    "fix_tokenizer": not_needed("a pad token is always there, and stop tokens are known"),
+    "use_exact_model_name": not_needed("names are always taken as they are"),
 }
 
 ADAPTING: dict[str, Argument] = {
@@ -71,9 +71,9 @@ ADAPTING: dict[str, Argument] = {
     "qat_scheme": refused(None, "leave it out: the adapter is in fp32"),
     "ensure_weight_tying": refused(False, "leave it out: embeddings and head have no adapter"),
     "finetune_language_layers": refused(True, "leave it out: the language model is what is trained"),
-    "use_gradient_checkpointing": moot("gradient_checkpointing of the trainer's configuration says it"),
-    "max_seq_length": moot("from_pretrained's counts"),
-    "temporary_location": moot("nothing is put aside"),
+    "use_gradient_checkpointing": not_needed("gradient_checkpointing of the trainer's configuration says it"),
+    "max_seq_length": not_needed("from_pretrained's counts"),
+    "temporary_location": not_needed("nothing is put aside"),
 }
 
 SAVING: dict[str, Argument] = {
@@ -85,12 +85,12 @@ SAVING: dict[str, Argument] = {
     "create_pr": refused(False, "leave it out, and give revision=, a branch, to open one from"),
     "safe_serialization": refused(True, "leave it out: weights are safetensors, always"),
     "max_shard_size": refused("5GB", "leave it out: transformers cuts large models"),
-    "is_main_process": moot(ONE_DEVICE),
-    "save_function": moot("there is one way to write a model"),
-    "save_peft_format": moot("an adapter's folder is always peft's"),
-    "use_temp_dir": moot("the upload always comes from a temporary folder"),
-    "temporary_location": moot("nothing is put aside"),
-    "maximum_memory_usage": moot("the sum is taken in fp32 in the machine's memory"),
+    "is_main_process": not_needed(ONE_DEVICE),
+    "save_function": not_needed("there is one way to write a model"),
+    "save_peft_format": not_needed("an adapter's folder is always peft's"),
+    "use_temp_dir": not_needed("the upload always comes from a temporary folder"),
+    "temporary_location": not_needed("nothing is put aside"),
+    "maximum_memory_usage": not_needed("the sum is taken in fp32 in the machine's memory"),
 }
 
 

@@ -97,16 +97,15 @@ class ActivationStore:
 
     def of(self, batch: Batch, *, temperature: float) -> BatchActivations | None:
         """What was saved of all tokens of ``batch``, for its one training pass; None if that is not there."""
-        groups: list[GroupActivations] = [group for group in batch.activations if group is not None]
-        if not groups or len(groups) < len(batch.activations):
+        sampled = batch.sampled
+        if sampled is None or any(group is None for group in sampled.activations):
             return None
-        rows = [(groups[g], member) for g, member in zip(batch.group_of, batch.members, strict=True)]
+        groups: list[GroupActivations] = list(sampled.activations)
+        rows = [(groups[g], member) for g, member in zip(batch.group_of, sampled.members, strict=True)]
         if any(not t.is_valid or t.temperature != temperature or member in t.taken for t, member in rows):
             return None
         runs = [block for block, _ in groupby(group.block for group in groups)]
-        if len(runs) > len(
-            set(runs)
-        ):  # one block, then another, and the first again: nothing makes such a batch
+        if len(runs) > len(set(runs)):  # a block, another, and the first again: nothing makes such a batch
             return None
         for group, member in rows:
             group.taken.add(member)
@@ -152,9 +151,6 @@ class GroupActivations:
     def is_valid(self) -> bool:
         """Whether the weights are still those it was sampled with, and its memory is there."""
         return self.block is not None
-
-    def has_given(self, member: int) -> bool:
-        return member in self.taken
 
     @property
     def tokens(self) -> int:
@@ -362,7 +358,7 @@ class BatchActivations:
                         scored.append(steps[batch.loss_mask[row]] + first)
             self.tokens.append(as_slice(torch.cat(tokens)))
             self.scored.append(as_slice(torch.cat(scored)))
-        self.logprobs = needed(batch.sampler_logprobs)[batch.loss_mask]
+        self.logprobs = batch.sampler_logprobs[batch.loss_mask]
 
     @property
     def layers(self) -> list[tuple[LayerSource, Tensor]]:
