@@ -65,7 +65,7 @@ def bf16_is_exact() -> bool:
 
     policy = Policy(tiny_model(hidden_size=576), None, optimizer=OptimizerConfig())
     policy.tokenizer = tiny_tokenizer()
-    return NativeEngine(policy, stop_token_ids=()).measured.holds
+    return NativeEngine(policy, stop_token_ids=()).exactness.holds
 
 
 def in_bf16() -> dict[str, Any]:

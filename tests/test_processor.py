@@ -110,15 +110,15 @@ def test_the_probe_of_a_run_changes_nothing_and_says_what_it_found() -> None:
     before = [p.clone() for p in policy.compute]
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    found = NativeEngine(policy, stop_token_ids=()).measured
+    found = NativeEngine(policy, stop_token_ids=()).exactness
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(before, policy.compute, strict=True))
     assert all(p.grad is None for p in (*policy.masters, *policy.compute))
     assert found.holds == (found.max_abs == 0.0) and found.tokens == 288 and found.reused
-    assert ("bit for bit here: " in found.sentence) != found.holds
+    assert ("bit for bit here: " in str(found)) != found.holds
     in_fp32 = Policy(tiny_model(), tiny_tokenizer(), optimizer=OptimizerConfig(), precision="fp32")
-    found = NativeEngine(in_fp32, stop_token_ids=()).measured
-    assert not found.holds and found.max_abs < 1e-3 and not found.reused and "ratio" not in found.sentence
+    found = NativeEngine(in_fp32, stop_token_ids=()).exactness
+    assert not found.holds and found.max_abs < 1e-3 and not found.reused and "ratio" not in str(found)
 
 
 def test_precision_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def exactness(self) -> str:
+    def exactness(self) -> object:
         """How the log-probs it records compare with the trainer's own, in a plain sentence; no more than what
         holds on the machine at hand.
         """

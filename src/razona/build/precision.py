@@ -11,8 +11,6 @@ from razona.build.device import choose_device
 from razona.config import GRPOConfig, ModelConfig, SFTConfig
 from razona.models.cpu.processor import bf16_is_fast, bf16_speed
 
-C = TypeVar("C", GRPOConfig, SFTConfig)
-
 NUMBERS = {
     "bf16": "bf16 compute, fp32 masters",
     "fp32": "fp32",
@@ -28,7 +26,10 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return replace(config, precision="bf16" if fast else "fp32")
 
 
-def with_precision(config: C) -> tuple[C, str]:
+Config = TypeVar("Config", GRPOConfig, SFTConfig)
+
+
+def with_precision(config: Config) -> tuple[Config, str]:
     """``config`` with its precision `resolved`, and a line for the header: which, and why. A resumed run goes
     on in what it began with, whatever the machine."""
     asked = config.model

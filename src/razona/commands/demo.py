@@ -69,10 +69,7 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
 
     loaded = load_model(MODEL, console)
     policy = make_policy(loaded, MODEL, SFT_OPTIMIZER, total_updates=1)
-    minutes = _estimate(policy, loaded, held_out_rows, config, console) / 60
-    console.print(
-        f"On this machine, in {policy.precision}, it will take about {max(1, round(minutes))} minutes."
-    )
+    _say_time(policy, loaded, held_out_rows, config, console)
     scores["start"] = _evaluate("the model as it is", policy, loaded, held_out_rows, config, console)
 
     source = PromptSource(_demonstrations(loaded, demonstrated), seed=config.seed)
@@ -114,8 +111,8 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
     return result
 
 
-def _estimate(policy: Policy, loaded: LoadedModel, rows: Any, config: DemoConfig, console: Console) -> float:
-    """Seconds that all of it will take, from a short rollout: the first tokens of one step's completions."""
+def _say_time(policy: Policy, loaded: LoadedModel, rows: Any, config: DemoConfig, console: Console) -> None:
+    """How long all of it will take, estimated from the first tokens of one step's completions."""
     sampling = replace(SAMPLING, max_completion_length=SAMPLING.max_completion_length // 4)
     engine = make_engine(policy, loaded, console)
     prompts = fitting_prompts(load_rows(rows), loaded, DataConfig(), sampling, console)[:PROMPTS_PER_STEP]
@@ -125,7 +122,9 @@ def _estimate(policy: Policy, loaded: LoadedModel, rows: Any, config: DemoConfig
     rollout = 3 * (time.perf_counter() - start)  # few answers use the last quarter
     held_out = len(rows) / (len(prompts) * sampling.group_size)
     # A step trains for as long as it samples, and the control takes as long as GRPO.
-    return rollout * (4 * held_out + 4 * config.grpo_steps + 0.5 * config.cold_start_steps)
+    seconds = rollout * (4 * held_out + 4 * config.grpo_steps + 0.5 * config.cold_start_steps)
+    minutes = max(1, round(seconds / 60))
+    console.print(f"On this machine, in {policy.precision}, it will take about {minutes} minutes.")
 
 
 def _demonstrations(loaded: LoadedModel, pairs: list[tuple[int, int]]) -> tuple[Demonstration, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from razona.batch import collate, needed
+from razona.batch import collate
 from razona.types import Engine, Prompt, Sampling
 
 LENGTHS = (5, 23)  # of the prompts
@@ -35,9 +35,7 @@ class Exactness:
     def holds(self) -> bool:
         return self.share == 1.0
 
-    @property
-    def sentence(self) -> str:
-        """For people."""
+    def __str__(self) -> str:
         measured = f"measured here on {self.tokens} tokens"
         if self.holds:
             return f"the sampler's log-probs are the trainer's bit for bit ({measured})"
@@ -66,7 +64,7 @@ def measure(engine: Engine, policy: Any) -> Exactness:
     batch = collate(engine.generate(prompts, sampling, seeds=seeds)).to(policy.device)
     with torch.enable_grad():
         found = policy.logprobs(batch, temperature=1.0).detach()
-    difference = (found - needed(batch.sampler_logprobs)).abs()[batch.loss_mask]
+    difference = (found - batch.sampler_logprobs).abs()[batch.loss_mask]
     return Exactness(
         share=float((difference == 0).float().mean()),
         max_abs=float(difference.max()),

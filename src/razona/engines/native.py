@@ -3,7 +3,7 @@ staleness.
 
 A prompt is prefilled once for all its completions, keys and values are written in place, finished rows leave
 the batch, one uniform per row draws the next token. In bf16 on a CPU the recorded log-probs can equal the
-trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`); `NativeEngine.measured`
+trainer's flat pass bit for bit (the conditions are told in `razona.models.flat`); `NativeEngine.exactness`
 says whether they do.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from razona.batch import FlatRow, Span
-from razona.engines.exactness import Exactness, measure
+from razona.engines.exactness import measure
 from razona.engines.sampling import draw, uniforms
 from razona.errors import ModelError
 from razona.models.cpu.reuse import Recorder
@@ -45,6 +45,7 @@ class NativeEngine:
     """
 
     description = "the trained model itself, prompts shared (native engine)"
+    exactness = cached_property(lambda engine: measure(engine, engine.policy))  # when first asked for
 
     def __init__(self, policy: Any, *, stop_token_ids: Sequence[int], kv_bytes: int = KV_BYTES) -> None:
         self.stop_token_ids = tuple(stop_token_ids)
@@ -63,16 +64,6 @@ class NativeEngine:
         self.policy, self.scorer = policy, policy.scorer
         self.tokenizer = policy.tokenizer
         self.version = version
-
-    @cached_property
-    def measured(self) -> Exactness:
-        """How its log-probs compare with the trainer's on this machine, measured when first asked for."""
-        return measure(self, self.policy)
-
-    @property
-    def exactness(self) -> str:
-        """`measured`, in words."""
-        return self.measured.sentence
 
     def close(self) -> None:
         """Nothing is held between calls."""
