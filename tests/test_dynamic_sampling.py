@@ -13,12 +13,19 @@ from tiny_runs import ROWS, grpo_config, lines, model_folder, run_grpo, weights
 from torch import Tensor
 
 from razona.batch import collate
-from razona.config import DynamicSamplingConfig
+from razona.config import (
+    DifficultyConfig,
+    DynamicSamplingConfig,
+    GRPOConfig,
+    ObjectiveConfig,
+    SelectConfig,
+)
 from razona.data import PromptSource
 from razona.errors import CheckpointError, ConfigError, DifficultyError
+from razona.objective import Objective, dapo, grpo
 from razona.rewards import bind, soft_overlong
-from razona.rollout.collect import collect
-from razona.rollout.dynamic_sampling import DynamicSampling
+from razona.rollout.collect import collect, passes
+from razona.rollout.dynamic_sampling import DynamicSampling, make_dynamic_sampling
 from razona.run.checkpoint import load_checkpoint, save_checkpoint
 from razona.run.folder import Phases
 from razona.types import Completion, Group, Prompt, Sampling
@@ -232,3 +239,27 @@ def test_prompts_that_teach_nothing_end_the_run_and_keep_the_weights(model: Path
     with pytest.raises(DifficultyError, match=r"step 1: 2 rounds, 8 prompts .* too hard .* weights before"):
         run_grpo(config, rows=ROWS, reward_fns=[lambda completions: [0.0] * len(completions)])
     assert (tmp_path / "run/model/config.json").exists()
+
+
+def test_it_is_a_field_of_the_objective_and_the_mode_has_the_last_word() -> None:
+    """Under whatever name: a DAPO with another loss is one still."""
+    bound = bind([right], columns=["prompt"])
+
+    def made(objective: Objective, mode: Any) -> bool:
+        options = ObjectiveConfig(dynamic_sampling=DynamicSamplingConfig(mode=mode))
+        config = GRPOConfig(objective=options)
+        return make_dynamic_sampling(config, objective, bound, prompts_of(1)) is not None
+
+    mine = dapo()._replace(name="mine")
+    assert made(mine, "auto") and not made(mine, "off") and mine.fingerprint["dynamic_sampling"]
+    assert not made(grpo(), "auto") and made(grpo(), "on")
+
+
+def test_one_rule_says_what_passes() -> None:
+    rewards = torch.tensor([0.0, 0.5, 1.0, torch.nan])
+    for rule in (
+        DynamicSamplingConfig(pass_above=0.5),
+        DifficultyConfig(pass_above=0.5, min_pass_rate=0.1),
+        SelectConfig(pass_above=0.5),
+    ):
+        assert passes(rewards, rule).tolist() == [False, False, True, False]

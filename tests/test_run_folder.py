@@ -91,6 +91,19 @@ def test_a_resumed_run_with_the_same_config_passes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["config"]["run"]["num_steps"] == 500
 
 
+def test_a_run_of_another_version_is_said_to_be_one(tmp_path: Path) -> None:
+    RunFolder(tmp_path).write_config(GRPOConfig(), model="m")
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    stored["config"]["objective"]["refill"] = stored["config"]["objective"].pop("dynamic_sampling")
+    path.write_text(json.dumps(stored))
+    message = (
+        r"begun by another version of razona, .* objective.refill, which is objective.dynamic_sampling now"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        RunFolder(tmp_path, resume=True).write_config(GRPOConfig(), model="m")
+
+
 def test_what_changed_is_named(tmp_path: Path) -> None:
     RunFolder(tmp_path).write_config(GRPOConfig(), model="m", data_fingerprint="f")
     changed = GRPOConfig(optimizer=OptimizerConfig(learning_rate=0.5), prompts_per_step=3)
