@@ -3,6 +3,7 @@ they are the present weights'."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from razona.batch import Batch, collate
 from razona.config import OptimizerConfig
 from razona.config.common import LoRAConfig
 from razona.models.cpu import reuse
+from razona.models.cpu.memory import reserved
 from razona.models.lora import attach
 from razona.objective import grpo
 from razona.policy import Policy
@@ -175,10 +177,25 @@ def test_bf16(arch: str) -> None:
         assert (found - right).norm() < 1.2 * (other - right).norm() + 1e-3 * right.norm()
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says how Linux holds memory")
+def test_memory_that_is_set_aside_lies_in_small_pages() -> None:
+    """Huge pages would take all that is set aside as soon as it is written to here and there."""
+    room = reserved(3, 2**20, dtype=torch.bfloat16)
+    assert not room.any() and room.shape == (3, 2**20)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    inside = False
+    for line in lines:
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= room.data_ptr() < int(match[2], 16)
+        if inside and line.startswith("VmFlags:"):
+            assert " nh" in line
+            return
+    raise AssertionError("its mapping was not found")
+
+
 def test_memory_that_was_used_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of a completion is never fed: what lies at its place is not looked at."""
-    empty = torch.empty
-    monkeypatch.setattr(reuse.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(reuse, "reserved", lambda *shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     policy = make_policy()
     batch = collate(sampled(policy, 5, 30))
     monkeypatch.undo()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from razona.batch import CPU_TOKENS, Batch, needed
 from razona.models.cpu.llama import LayerActivations, can_replay
+from razona.models.cpu.memory import reserved
 from razona.models.head import CHUNK, Head
 from razona.types import Prompt, Sampling
 
@@ -166,7 +167,7 @@ class _Memory:
 
     def __init__(self, shape: _Shape, tokens: int) -> None:
         def room(layers: int, width: int) -> Tensor:
-            return torch.empty(layers, tokens, width, dtype=shape.dtype)
+            return reserved(layers, tokens, width, dtype=shape.dtype)
 
         self.tokens, self.bytes = tokens, tokens * shape.token_bytes
         self.saved = [room(shape.layers, width) for width in shape.widths]
