@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +94,15 @@ def check_rows_alone(policy: Policy, *, groups: int, max_length: int, at_least: 
     assert alone > at_least, f"rows went on alone for {alone} tokens only"
 
 
+def test_exactness_holds_where_it_is_promised() -> None:
+    """The tests of exactness ask for less where the probe says no; here it may not say no."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    if "avx512_bf16" in flags and "amx_bf16" not in flags and limit in ("DEFAULT", "AVX512_CORE_BF16"):
+        assert bf16_is_exact()
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_a_thousand_tokens(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +136,8 @@ def test_norms_have_transformers_bits(arch: str, dtype: torch.dtype) -> None:
 
 
 def test_the_comparison_has_power() -> None:
-    """Padded to another length, or with one weight changed, the log-probs are others."""
+    """Padded to another length, or one weight changed by its last bits, the bits are others. Where bits differ
+    anyway, a larger change shows."""
     policy, prompts = policy_of(), prompts_of(100, 70)
     groups = sample(policy, prompts, Sampling(group_size=8, max_completion_length=48))
     assert exact_share(policy, groups)[0] == 1.0
@@ -133,7 +145,7 @@ def test_the_comparison_has_power() -> None:
         unpadded = [replace(group, kv_length=0) for group in groups]
         assert exact_share(policy, unpadded)[0] < 1.0
     with torch.no_grad():
-        policy.model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+        policy.model.model.layers[0].self_attn.q_proj.weight.mul_(1.01 if bf16_is_exact() else 1.5)
     assert exact_share(policy, groups)[0] < 0.5
 
 

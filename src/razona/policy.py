@@ -145,6 +145,7 @@ class ValueModel(Trainable):
         precision: str = "bf16",
         total_updates: int = 1,
         gradient_checkpointing: bool = False,
+        kernels: str = "auto",
         score: nn.Linear | None = None,
     ) -> None:
         readout = Scalar(model.get_output_embeddings().weight.shape[1], score=score)
@@ -155,6 +156,7 @@ class ValueModel(Trainable):
             total_updates=total_updates,
             gradient_checkpointing=gradient_checkpointing,
             readout=readout,
+            kernels=kernels,
         )
         self.network = ScalarScorer(self.scorer, readout)
 
@@ -183,6 +185,7 @@ class RewardModel(ValueModel):
         precision: str = "bf16",
         total_updates: int = 1,
         gradient_checkpointing: bool = False,
+        kernels: str = "auto",
         score: nn.Linear | None = None,
     ) -> None:
         super().__init__(
@@ -191,6 +194,7 @@ class RewardModel(ValueModel):
             precision=precision,
             total_updates=total_updates,
             gradient_checkpointing=gradient_checkpointing,
+            kernels=kernels,
             score=score,
         )
         self.tokenizer = tokenizer_of(tokenizer)

@@ -50,15 +50,15 @@ class Trainable:
         self.updates = 0
         with ExitStack() as undo:
             self.scorer = self._take(readout, kernels, undo)
+            self.optimizer = torch.optim.AdamW(
+                self.masters,
+                lr=optimizer.learning_rate,
+                betas=optimizer.betas,
+                eps=optimizer.eps,
+                weight_decay=optimizer.weight_decay,
+                fused=True,
+            )
             self._undo = undo.pop_all()
-        self.optimizer = torch.optim.AdamW(
-            self.masters,
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
 
     def _take(self, readout: Scalar | None, kernels: str, undo: ExitStack) -> Scorer:
         """Makes the model ready; ``undo`` gets what gives it back."""
