@@ -136,8 +136,8 @@ def test_norms_have_transformers_bits(arch: str, dtype: torch.dtype) -> None:
 
 
 def test_the_comparison_has_power() -> None:
-    """Padded to another length, or one weight changed by its last bits, the bits are others. Where bits differ
-    anyway, a larger change shows."""
+    """Padded to another length, or one weight changed by its last bits, the bits are others. Where bits
+    differ anyway, a larger change shows."""
     policy, prompts = policy_of(), prompts_of(100, 70)
     groups = sample(policy, prompts, Sampling(group_size=8, max_completion_length=48))
     assert exact_share(policy, groups)[0] == 1.0
