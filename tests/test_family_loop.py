@@ -48,7 +48,11 @@ def test_every_objective_runs_and_says_what_it_does(model: Path, tmp_path: Path)
     seen = set()
     for name, words in HEADERS.items():
         config = grpo_config(
-            model, tmp_path / name, objective__name=name, objective__dynamic_sampling__above=0.5, **SEVERAL
+            model,
+            tmp_path / name,
+            objective__name=name,
+            objective__dynamic_sampling__pass_above=0.5,
+            **SEVERAL,
         )
         _, printed = run_grpo(config)
         for text in (*words, "none in the loss; KL not measured"):

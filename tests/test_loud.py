@@ -139,10 +139,11 @@ def test_the_demo_names_no_option_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_
         given.update(parts)
         return {"interrupted": True, "signal": None}
 
-    loaded = type("Loaded", (), {"model": None, "tokenizer": None})()
+    loaded = type("Loaded", (), {"model": None, "tokenizer": None, "release": lambda _: None})()
     for name, value in {
         "load_model": lambda *_: loaded,
         "make_policy": lambda *_, **__: loaded,
+        "_say_time": lambda *_: None,
         "save": lambda *_: None,
         "_evaluate": lambda *_: (0.0, 0.0),
         "_demonstrations": lambda *_: (1,),

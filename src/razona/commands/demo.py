@@ -79,6 +79,7 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
             advance()
     scores["cold_start"] = _evaluate("after the cold start", policy, loaded, held_out_rows, config, console)
     save(policy.model, policy.tokenizer, folder / "cold-start")
+    policy.release()  # or the memory of both would be held until the next garbage collection
     del policy, loaded
 
     trained = grpo.run(
