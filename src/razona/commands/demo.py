@@ -89,10 +89,8 @@ def run(config: DemoConfig, *, console: Console) -> dict[str, Any]:
         eval_rows=held_out_rows,
         resume_hint="the demo cannot be resumed: razona demo begins it again.",
     )
-    if trained["interrupted"]:
-        raise Signalled(
-            trained["signal"] or "SIGINT"
-        )  # there is nothing to compare: the demo ends as one is used to
+    if trained["interrupted"]:  # there is nothing to compare: the demo ends as one is used to
+        raise Signalled(trained["signal"] or "SIGINT")
     scores["grpo"] = (trained["eval/exact_answer"], trained["eval/exact_answer/error"])
     _say_score("after GRPO", scores["grpo"], console)
 
