@@ -20,13 +20,16 @@ ROWS = [{"prompt": f"Count {'on and ' * (i % 4)}to {i}:", "answer": str(i)} for 
 CHATS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 STOPS = tuple(range(20, 36))  # tokens that also end a completion: lengths become unequal
 
+# In bf16 whatever the processor is fast in: what is tested is what the model computes, not how fast.
 GRPO_TABLE: dict[str, Any] = {
+    "model": {"precision": "bf16"},
     "sampling": {"group_size": 4, "max_completion_length": 12, "stop_token_ids": list(STOPS)},
     "optimizer": {"learning_rate": 1e-3},
     "run": {"num_steps": 2, "print_every": 0},
     "prompts_per_step": 4,
 }
 SFT_TABLE: dict[str, Any] = {
+    "model": {"precision": "bf16"},
     "optimizer": {"learning_rate": 1e-3},
     "run": {"num_steps": 3, "print_every": 0},
     "rows_per_step": 3,

@@ -47,10 +47,9 @@ def _why(config: ModelConfig) -> str:
     if choose_device(config.device).type != "cpu":
         return "the device is a GPU"
     speed = bf16_speed()
-    if speed >= 1.0:
+    if bf16_is_fast():
         return f"bf16 products are {speed:.1f} times as fast as fp32 ones here"
-    slower = f"bf16 products are {1 / speed:.1f} times as slow as fp32 ones here"
-    return f"{slower}, and all else is faster" if bf16_is_fast() else slower
+    return f"bf16 products take {1 / speed:.1f} times as long as fp32 ones here"
 
 
 def _stored(folder: Path) -> Any:
