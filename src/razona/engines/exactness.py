@@ -13,10 +13,8 @@ from razona.types import Engine, Prompt, Sampling
 LENGTHS = (5, 23)  # of the prompts
 TOKENS = 8  # of each completion
 SMALL = 300e6  # parameters up to which groups are large
-GROUP, LITTLE_GROUP = (
-    18,
-    2,
-)  # completions of a prompt: more than 32 rows decoded together, or what a large model can
+GROUP = 18  # completions of a prompt: more than 32 rows decoded together
+LITTLE_GROUP = 2  # the same, of a large model
 
 
 @dataclass(frozen=True)
