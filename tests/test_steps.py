@@ -31,7 +31,7 @@ class Weights:
     """A policy whose weights are the number of its updates."""
 
     def __init__(self, *, disk_full: bool = False) -> None:
-        self.updates, self.disk_full, self.released = 0, disk_full, False
+        self.updates, self.disk_full = 0, disk_full
 
     def save(self, folder: Path) -> Path:
         if self.disk_full and folder.name == "model":
@@ -39,9 +39,6 @@ class Weights:
         folder.mkdir(exist_ok=True)
         (folder / "weights").write_text(str(self.updates))
         return folder
-
-    def release(self) -> None:
-        self.released = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates}
@@ -228,15 +225,15 @@ def test_not_finite_is_before_its_update(tmp_path: Path) -> None:
         Failing(NotFinite("the gradient norm is nan"), "after one update").train(tmp_path, Weights())
 
 
-def test_the_folder_is_closed_and_the_model_released(tmp_path: Path) -> None:
-    config, policy = GRPOConfig(run=RunConfig(output_dir=str(tmp_path / "run"))), Weights()
+def test_the_folder_is_closed(tmp_path: Path) -> None:
+    config = GRPOConfig(run=RunConfig(output_dir=str(tmp_path / "run")))
     with (
         pytest.raises(ZeroDivisionError),
-        running(config, policy, Console(file=io.StringIO()), header="h", fingerprint={"a": 1}) as log,
+        running(config, Console(file=io.StringIO()), header="h", fingerprint={"a": 1}) as log,
     ):
         log.log(1, {"loss": 1.0})
         _ = 1 / 0
-    assert policy.released and log._files == {} and lines(log.path / "metrics.jsonl")[0]["step"] == 1
+    assert log._files == {} and lines(log.path / "metrics.jsonl")[0]["step"] == 1
 
 
 # Real loops.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from razona.build.device import choose_device
 from razona.config import GRPOConfig, ModelConfig, SFTConfig
 from razona.models.cpu.processor import bf16_is_fast, bf16_speed
+from razona.run.folder import stored_config
 
 NUMBERS = {
     "bf16": "bf16 compute, fp32 masters",
@@ -35,8 +34,9 @@ def with_precision(config: Config) -> tuple[Config, str]:
     asked = config.model
     if asked.precision != "auto":
         return config, f"{NUMBERS[asked.precision]}, as model.precision asks"
-    began = _stored(Path(config.run.output_dir)) if config.run.resume else None
-    if began is not None:
+    stored = stored_config(config.run.output_dir) if config.run.resume else None
+    began = stored["config"].get("model", {}).get("precision") if stored is not None else None
+    if began in NUMBERS:
         model, why = replace(asked, precision=began), "as the run began"
     else:
         model, why = resolved(asked), _why(asked)
@@ -50,11 +50,3 @@ def _why(config: ModelConfig) -> str:
     if bf16_is_fast():
         return f"bf16 products are {speed:.1f} times as fast as fp32 ones here"
     return f"bf16 products take {1 / speed:.1f} times as long as fp32 ones here"
-
-
-def _stored(folder: Path) -> Any:
-    """What the run in ``folder`` computes in, where there is one."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    return json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["precision"]

@@ -61,7 +61,7 @@ def full_rows(model: Any, full: FullRowScorer) -> Expected:
     ids = torch.arange(3, 3 + 2 * LENGTH).remainder(vocabulary).reshape(2, LENGTH).to(model.device)
     ids[:, 0] = ids[0, 0]
     batch = Batch(
-        prompts=(tuple(range(1, 1 + PROMPT)),),
+        prompts=(tuple(i % vocabulary for i in range(1, 1 + PROMPT)),),
         group_of=(0, 0),
         lengths=(LENGTH, LENGTH),
         token_ids=ids,

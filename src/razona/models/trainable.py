@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from razona.models.master import follow, unfollow
 from razona.models.multimodal import language_model, set_dtype, towers
 from razona.models.readout import Scalar
 from razona.models.scorer import Scorer
+
+T = TypeVar("T", bound="Trainable")
 
 
 class Trainable:
@@ -105,6 +107,13 @@ class Trainable:
         as transformers and peft made it. Not to be updated after. A second call does nothing.
         """
         self._undo.close()
+
+    def __enter__(self: T) -> T:
+        """Inside, it trains; then the model is given back, whatever happened."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @property
     def device(self) -> torch.device:

@@ -78,8 +78,7 @@ class RunFolder:
             "config": _plain(dataclasses.asdict(config)),
         }
         path = self.path / "config.json"
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+        if (before := stored_config(self.path)) is not None:
             if other := other_version(before["config"], config):
                 raise CheckpointError(
                     f"The run in {self.path} was begun by another version of razona, "
@@ -144,6 +143,24 @@ class RunFolder:
             self._files[stream] = path.open("ab")
         self._files[stream].write(json_line(record))
         self._files[stream].flush()
+
+
+def stored_config(folder: str | Path) -> dict[str, Any] | None:
+    """What `RunFolder.write_config` wrote in ``folder``; None where there is no run. CheckpointError for a
+    file that is something else.
+    """
+    path = Path(folder).expanduser() / "config.json"
+    if not path.exists():
+        return None
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(stored["config"], dict)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise CheckpointError(
+            f"{path} is not what a run writes there ({type(error).__name__}: {error}). Put the file back, or "
+            "give another --run.output-dir."
+        ) from error
+    return stored
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 A loop brings its arithmetic:
 
-    with running(config, policy, console, header=header, fingerprint=fingerprint) as log:
+    with running(config, console, header=header, fingerprint=fingerprint) as log:
         with Steps("SFT", config.run, config.eval, log, state, evaluate, on_step, console) as steps:
             for step in steps:
                 ...                           # with steps.phase("train"): times a part
@@ -60,14 +60,10 @@ class Trained(Stateful, Protocol):
     def save(self, folder: Path) -> Path:
         """Writes it as a model, whole or not at all."""
 
-    def release(self) -> None:
-        """Undoes what training did to the model besides training it."""
-
 
 @contextmanager
 def running(
     config: GRPOConfig | SFTConfig,
-    policy: Trained,
     console: Console,
     *,
     header: str,
@@ -75,7 +71,7 @@ def running(
     resume_hint: str = RESUME_HINT,
 ) -> Iterator[RunFolder]:
     """The open folder of a run, config.json written or, on resume, compared (``fingerprint``: see
-    `RunFolder.write_config`). In the end the folder is closed and ``policy`` released, whatever happened.
+    `RunFolder.write_config`). In the end the folder is closed, whatever happened.
     """
     run = config.run
     log = RunFolder(run.output_dir, resume=run.resume, overwrite=run.overwrite, resume_hint=resume_hint)
@@ -89,8 +85,6 @@ def running(
         with suppress(OSError):  # a full disk is said once
             log.close()
         raise
-    finally:
-        policy.release()
 
 
 class Steps:

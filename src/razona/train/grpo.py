@@ -189,22 +189,26 @@ def run(
     held_out = None if held_out is None else load_table(held_out, config.data, console)
     evaluator = make_evaluator(config, loaded, held_out, reward_fns, eval_reward_fns, console, prompts)
     updates = config.run.num_steps * config.minibatches_per_rollout * config.epochs_per_rollout
-    policy = make_policy(loaded, config.model, config.optimizer, total_updates=updates)
-    objective = objective or objective_from(config)
-    dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
-    trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
-    engine = make_engine(policy, loaded, console, config.sampling.engine)
-    header = describe(config, objective, policy, engine, rewards, len(prompts), trains_on, numbers=numbers)
-    console.print(header)
-    if dry_run:
-        console.print("dry run: everything fits; nothing was sampled, trained or written.")
-        return {"dry_run": True, "prompts": len(prompts)}
+    with make_policy(loaded, config.model, config.optimizer, total_updates=updates) as policy:
+        objective = objective or objective_from(config)
+        dynamic_sampling = make_dynamic_sampling(config, objective, rewards, prompts)
+        trains_on = None if dynamic_sampling is None else dynamic_sampling.describe()
+        engine = make_engine(policy, loaded, console, config.sampling.engine)
+        header = describe(
+            config, objective, policy, engine, rewards, len(prompts), trains_on, numbers=numbers
+        )
+        console.print(header)
+        if dry_run:
+            console.print("dry run: everything fits; nothing was sampled, trained or written.")
+            return {"dry_run": True, "prompts": len(prompts)}
 
-    given = fingerprint(loaded, (table, held_out), objective, rewards, evaluator)
-    with running(config, policy, console, header=header, fingerprint=given, resume_hint=resume_hint) as log:
-        reference = make_reference(config, objective, policy, log.path)
-        parts = Parts(policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, on_step)
-        return train(config, objective, parts, console)
+        given = fingerprint(loaded, (table, held_out), objective, rewards, evaluator)
+        with running(config, console, header=header, fingerprint=given, resume_hint=resume_hint) as log:
+            reference = make_reference(config, objective, policy, log.path)
+            parts = Parts(
+                policy, reference, engine, source, rewards, dynamic_sampling, evaluator, log, on_step
+            )
+            return train(config, objective, parts, console)
 
 
 def say(console: Console, *notices: str | None) -> None:

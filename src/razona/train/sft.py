@@ -120,19 +120,17 @@ def run(
     source = PromptSource(found.demonstrations, seed=config.run.seed, shuffle=config.data.shuffle)
     if warning := source.warning(config.rows_per_step):
         console.note(warning)
-    policy = make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps)
-    header = describe(config, policy, found, evaluator, numbers)
-    console.print(header)
-    if dry_run:
-        console.print("dry run: everything fits; nothing was trained or written.")
-        return {"dry_run": True, "demonstrations": len(found.demonstrations)}
+    with make_policy(loaded, config.model, config.optimizer, total_updates=config.run.num_steps) as policy:
+        header = describe(config, policy, found, evaluator, numbers)
+        console.print(header)
+        if dry_run:
+            console.print("dry run: everything fits; nothing was trained or written.")
+            return {"dry_run": True, "demonstrations": len(found.demonstrations)}
 
-    data = "+".join(rows.fingerprint for rows in (table, held_out) if rows is not None)
-    fingerprint = {"model": loaded.name, "data_fingerprint": data}
-    with running(
-        config, policy, console, header=header, fingerprint=fingerprint, resume_hint=resume_hint
-    ) as log:
-        return train(config, Parts(policy, source, evaluator, log, on_step), console)
+        data = "+".join(rows.fingerprint for rows in (table, held_out) if rows is not None)
+        fingerprint = {"model": loaded.name, "data_fingerprint": data}
+        with running(config, console, header=header, fingerprint=fingerprint, resume_hint=resume_hint) as log:
+            return train(config, Parts(policy, source, evaluator, log, on_step), console)
 
 
 def fitting_demonstrations(
