@@ -65,9 +65,10 @@ def test_help_is_a_line_for_each_option_that_people_use(
     flags = [line for line in out.splitlines() if line.startswith("  --")]
     assert len(flags) <= 33
     for line in flags:
-        assert len(line) <= 170 and len(line.split("  ")) > 2, line
+        assert len(line.split("  ")) > 2, line
+    assert all(len(line) <= 100 for line in out.splitlines())
     if command == "grpo":
-        for words in ("--group-size INT ", "--objective NAME ", "dr_grpo, dapo", "--reward TEXT ...", "[8]"):
+        for words in ("--group-size INT ", "--objective NAME ", "dr_grpo,", "--reward TEXT ...", "[8]"):
             assert words in out
         assert "--help-all" in out and "betas" not in out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
@@ -10,6 +11,8 @@ from razona.config.options import Option, options, shortest_flag, takes_many
 
 WIDTH = 32
 """Columns of a flag with its value."""
+COLUMNS = 100
+"""Of a whole line."""
 SENTENCE = 78
 """Characters that a whole first sentence may have; of a longer one the part before the semicolon is shown."""
 
@@ -37,12 +40,16 @@ def _line(config: Any, option: Option) -> str:
     if option.default is True:
         spelled = re.sub(r"(--|\.)(?=[^.]*$)", r"\1no-", spelled)
     written = f"{spelled} {_value(option.hint)}".rstrip()
-    gap = " " if len(written) < WIDTH else f"\n{'':<{WIDTH + 2}}"
+    margin = f"\n{'':<{WIDTH + 2}}"
+    gap = " " if len(written) < WIDTH else margin
     text = re.split(r"\. |\.$", option.doc, maxsplit=1)[0]
     text = text if len(text) <= SENTENCE else text.partition("; ")[0]
     choices = f" ({', '.join(get_args(option.hint))})" if get_origin(option.hint) is Literal else ""
     default = "" if option.default in ("", (), {}, None) or option.hint is bool else _text(option.default)
-    return f"  {written:<{WIDTH - 1}}{gap}{text}{choices}{default and f' [{default}]'}".rstrip()
+    lines = textwrap.wrap(
+        f"{text}{choices}{default and f' [{default}]'}", COLUMNS - WIDTH - 2, break_on_hyphens=False
+    )
+    return f"  {written:<{WIDTH - 1}}{gap}{margin.join(lines)}".rstrip()
 
 
 def _value(hint: Any) -> str:
